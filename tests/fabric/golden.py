@@ -1,0 +1,112 @@
+"""Golden frames: octets that tshark 4.0.17 dissects with a good CRC, beside the fields that they must have."""
+
+from __future__ import annotations
+
+from tests.fabric.wire import AtomicRequest, AtomicResponse, Opcode, ReadRequest, Segment, Tagged, Terminate, Untagged
+
+MPA_REQUEST = bytes.fromhex("4d504120494420526571204672616d655002000400100010")
+MPA_REPLY = bytes.fromhex("4d504120494420526570204672616d655002000400100010")
+MPA_REJECT = bytes.fromhex("4d504120494420526570204672616d657002000400100010")
+
+COUNTER_STAG = 0xABCD0001
+DATA_STAG = 0xABCD0002
+SINK_STAG = 0x11110001
+SECOND_SINK_STAG = 0x11110002
+KBTP_ADD = 0x0000000100000010
+KBTP_MASK = 0x8000000080002000
+
+FETCH_ADD = AtomicRequest(0, 0x77, COUNTER_STAG, 0x1000, KBTP_ADD, KBTP_MASK)
+CMP_SWAP = AtomicRequest(2, 0x78, COUNTER_STAG, 0x1000, 1, 0xFF, 2, 0xFF)
+READ = ReadRequest(SINK_STAG, 0x2000, 100, DATA_STAG, 0x3000)
+BAD_READ = ReadRequest(SINK_STAG, 0x2000, 100, DATA_STAG, 0xFFFF0000)
+
+FRAMES: dict[str, tuple[str, Segment]] = {
+    "send": (
+        "002a414300000000000000000000000100000000000102030405060708090a0b0c0d0e0f1011121314151617cc4f796e",
+        Untagged(Opcode.SEND, 1, bytes(range(0x18))),
+    ),
+    "fetch_add": (
+        (
+            "0046414a000000000000000100000001000000000000000000000077abcd000100000000000010000000000100000010"
+            "80000000800020000000000000000000ffffffffffffffffb71f6d0e"
+        ),
+        FETCH_ADD.segment(1),
+    ),
+    "fetch_add_response": (
+        "001e414b0000000000000003000000010000000000000077000000050000005088380f77",
+        AtomicResponse(0x77, 0x0000000500000050).segment(1),
+    ),
+    "cmp_swap": (
+        (
+            "0046414a000000000000000100000002000000000000000200000078abcd000100000000000010000000000000000001"
+            "00000000000000ff000000000000000200000000000000ffd74acb58"
+        ),
+        CMP_SWAP.segment(2),
+    ),
+    "cmp_swap_response": (
+        "001e414b00000000000000030000000200000000000000780000000000000002dc1b7b80",
+        AtomicResponse(0x78, 2).segment(2),
+    ),
+    "read_request": (
+        ("002e41410000000000000001000000030000000011110001000000000000200000000064abcd000200000000000030005c8780fc"),
+        READ.segment(3),
+    ),
+    "read_response_1": (
+        (
+            "004a814211110001000000000000200072727272727272727272727272727272727272727272727272727272727272727"
+            "2727272727272727272727272727272727272727272727272727272e7a002ee"
+        ),
+        Tagged(Opcode.READ_RESPONSE, SINK_STAG, 0x2000, b"r" * 60, is_last=False),
+    ),
+    "read_response_2": (
+        ("0036c14211110001000000000000203c72727272727272727272727272727272727272727272727272727272727272727272727272727272fef101c5"),
+        Tagged(Opcode.READ_RESPONSE, SINK_STAG, 0x203C, b"r" * 40),
+    ),
+    "write": (
+        ("002fc140abcd00020000000000004000777777777777777777777777777777777777777777777777777777777777777777000000fc2a1fd5"),
+        Tagged(Opcode.WRITE, DATA_STAG, 0x4000, b"w" * 33),
+    ),
+    "zero_length_write": ("000ec140000000000000000000000000a30572ab", Tagged(Opcode.WRITE, 0, 0)),
+    "send_se": (
+        "001c41450000000000000000000000010000000078787878787878787878000079fbffef",
+        Untagged(Opcode.SEND_SE, 1, b"x" * 10),
+    ),
+    "send_invalidate": (
+        "001c4144111100010000000000000002000000007979797979797979797900002b0b33c9",
+        Untagged(Opcode.SEND_INVALIDATE, 2, b"y" * 10, invalidate_stag=SINK_STAG),
+    ),
+    "send_se_invalidate": (
+        "001c4146111100020000000000000003000000007a7a7a7a7a7a7a7a7a7a0000e84f4637",
+        Untagged(Opcode.SEND_SE_INVALIDATE, 3, b"z" * 10, invalidate_stag=SECOND_SINK_STAG),
+    ),
+    "immediate": (
+        "001a4148000000000000000000000002000000003132333435363738b2155072",
+        Untagged(Opcode.IMMEDIATE, 2, b"12345678"),
+    ),
+    "immediate_se": (
+        "001a41490000000000000000000000030000000061626364656667686747a506",
+        Untagged(Opcode.IMMEDIATE_SE, 3, b"abcdefgh"),
+    ),
+    "long_send_1": (
+        (
+            "004401430000000000000000000000040000000041414141414141414141414141414141414141414141414141414141"
+            "41414141414141414141414141414141414141414141000073f24ac5"
+        ),
+        Untagged(Opcode.SEND, 4, b"A" * 50, is_last=False),
+    ),
+    "long_send_2": (
+        "00264143000000000000000000000004000000324242424242424242424242424242424242424242517947bd",
+        Untagged(Opcode.SEND, 4, b"B" * 20, offset=50),
+    ),
+    "terminate": (
+        (
+            "00464147000000000000000200000001000000000101e000002e41410000000000000001000000040000000011110001"
+            "000000000000200000000064abcd000200000000ffff000076da2ea6"
+        ),
+        Terminate.about(BAD_READ.segment(4), 0, 1, 1, with_rdma=True).segment(),
+    ),
+}
+
+
+def octets(name: str) -> bytes:
+    return bytes.fromhex(FRAMES[name][0])
