@@ -157,21 +157,47 @@ size_t run_loads(int fd, Times offsets, size_t block_bytes, size_t batch, double
     return done;
 }
 
-// Stores: requests carry their blocks; each block is received straight to its place in `pool`, then answered.
-// What is already in the socket is taken before anything is answered, so that answers share sends.
+// Reads exactly what is asked for straight to its place, and takes along what the socket has beyond that.
+class Reader {
+  public:
+    explicit Reader(int fd) : fd_(fd), ahead_(256 * 1024) {}
+
+    // False at the end of the stream.
+    bool read(uint8_t* into, size_t bytes) {
+        size_t here = std::min(bytes, end_ - begin_);
+        std::memcpy(into, ahead_.data() + begin_, here);
+        begin_ += here;
+        for (size_t done = here; done < bytes;) {
+            iovec parts[] = {{into + done, bytes - done}, {ahead_.data(), ahead_.size()}};
+            ssize_t got = readv(fd_, parts, 2);
+            if (got < 0 && errno == EINTR) continue;
+            if (got < 0) fail("receive");
+            if (got == 0) return false;
+            begin_ = 0;
+            end_ = done + static_cast<size_t>(got) > bytes ? done + static_cast<size_t>(got) - bytes : 0;
+            done += static_cast<size_t>(got) - end_;
+        }
+        return true;
+    }
+
+  private:
+    int fd_;
+    std::vector<uint8_t> ahead_;
+    size_t begin_ = 0, end_ = 0;  // what is in `ahead_`
+};
+
+// Stores: requests carry their blocks; the answers of a batch share one send. `id` is the count of requests in the batch.
 void serve_stores(int fd, Bytes pool) {
     nb::gil_scoped_release release;
+    Reader reader(fd);
     std::vector<Header> replies;
     Header request{};
-    for (;;) {
-        size_t got = receive_some(fd, reinterpret_cast<uint8_t*>(&request), kHeaderBytes);
-        if (!got) return;
-        receive_all(fd, reinterpret_cast<uint8_t*>(&request) + got, kHeaderBytes - got);
+    while (reader.read(reinterpret_cast<uint8_t*>(&request), kHeaderBytes)) {
         if (request.length > pool.size() || request.offset > pool.size() - request.length)
             throw std::runtime_error("a request of the baseline is outside of its pool");
-        receive_all(fd, pool.data() + request.offset, request.length);
+        if (!reader.read(pool.data() + request.offset, request.length)) return;
         replies.push_back(request);
-        if (replies.size() < request.id) continue;  // `id` is the count of requests in this batch
+        if (replies.size() < request.id) continue;
         iovec part{replies.data(), replies.size() * kHeaderBytes};
         send_all(fd, {&part, 1});
         replies.clear();
