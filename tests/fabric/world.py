@@ -85,7 +85,8 @@ class Memory:
     def read(self, offset: int = 0, length: int | None = None) -> bytes:
         """What tagged offsets [offset, offset + length) hold now."""
         end = len(self._index) if length is None else offset + length
-        return self.arena[self._index[offset:end]].tobytes()
+        octets: Octets = self.arena[self._index[offset:end]]
+        return octets.tobytes()
 
     def fill(self, octets: bytes | Octets, offset: int = 0) -> None:
         data = np.frombuffer(octets, np.uint8) if isinstance(octets, bytes) else octets

@@ -1,0 +1,207 @@
+"""What comes before what: delivery after placement, completions in order, fences, read depths, snapshots."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from kbtp_core.fabric.api import Access, Op, QueueLimits, WrFlag
+from tests.fabric.peer import Peer, closing, dial, listening
+from tests.fabric.wire import Enhanced, Opcode, ReadRequest, StartUp, Tagged, Untagged, read_response, send
+from tests.fabric.world import ALL_REMOTE, End, Node, connect, node, pattern, request
+
+
+def connect_to_script(device: Node, peer_ird: int = 16, limits: QueueLimits = QueueLimits(ird=16, ord=16)) -> tuple[End, Peer]:
+    """The device as initiator of a scripted responder that takes `peer_ird` Reads at once."""
+    with listening() as listener:
+        end = device.create_qp(limits)
+        end.qp.connect("127.0.0.1", listener.port)
+        peer = listener.accept()
+        peer.answer(StartUp(is_reply=True, enhanced=Enhanced(ird=peer_ird, ord=1)))
+        end.expect(Op.CONNECTED)
+        return end, peer
+
+
+def answer_read(peer: Peer, read: Untagged, octet: bytes = b"r") -> None:
+    header = ReadRequest.decode(read.payload)
+    peer.send(read_response(header.sink_stag, header.sink_offset, octet * header.length))
+
+
+def test_a_delivered_send_means_that_earlier_writes_are_there() -> None:
+    with node() as left, node() as right:
+        length = 300_001
+        target, inbox = right.memory(length, Access.REMOTE_WRITE), right.memory(64)
+        source = left.memory(length)
+        a, b = connect(left, right)
+        for round_number in range(20):
+            b.receive_into(inbox, 64)
+            source.fill(pattern(length, round_number))
+            a.post(request(Op.WRITE, source, length, to=(target.stag, 0)), request(Op.SEND))
+            b.expect(Op.RECEIVE)
+            assert target.read() == pattern(length, round_number).tobytes()
+            a.expect(Op.WRITE)
+            a.expect(Op.SEND)
+
+
+def test_messages_arrive_in_the_order_posted() -> None:
+    with node() as left, node() as right:
+        source, inbox = left.memory(bytes(range(200))), right.memory(200)
+        a, b = connect(left, right)
+        b.receive_into(inbox, 1, count=200)
+        a.post(*(request(Op.SEND, source, 1, offset=at, wr_id=at) for at in range(200)))
+        assert [b.expect(Op.RECEIVE).wr_id for _ in range(200)] == list(range(200))
+        assert [a.expect(Op.SEND).wr_id for _ in range(200)] == list(range(200))
+        assert inbox.read() == bytes(range(200))
+
+
+def test_a_send_behind_a_read_completes_behind_it() -> None:
+    with node() as device:
+        end, peer = connect_to_script(device)
+        with closing(peer):
+            end.post(request(Op.READ, device.memory(8), 8), request(Op.SEND))
+            read = peer.receive_untagged()
+            assert peer.receive_untagged().opcode == Opcode.SEND
+            assert end.is_idle()
+            answer_read(peer, read)
+            end.expect(Op.READ)
+            end.expect(Op.SEND)
+
+
+def test_a_fenced_send_waits_for_the_reads_before_it() -> None:
+    with node() as device:
+        end, peer = connect_to_script(device)
+        sink = device.memory(16)
+        with closing(peer):
+            fenced = request(Op.SEND, sink, 8, flags=WrFlag.SIGNALED | WrFlag.FENCE)
+            end.post(request(Op.READ, sink, 8), request(Op.FETCH_ADD), fenced, request(Op.SEND))
+            read, atomic = peer.receive_untagged(), peer.receive_untagged()
+            peer.expect_silence()
+            answer_read(peer, read)
+            peer.expect_silence()
+            peer.send(Untagged(Opcode.ATOMIC_RESPONSE, 1, atomic.payload[4:8] + bytes(8)))
+            assert peer.receive_untagged() == send(b"r" * 8, 1)
+            assert peer.receive_untagged() == send(b"", 2)
+
+
+def test_reads_and_atomics_beyond_the_peers_depth_wait() -> None:
+    with node() as device:
+        end, peer = connect_to_script(device, peer_ird=2)
+        sink = device.memory(40)
+        with closing(peer):
+            end.post(*(request(Op.READ, sink, 8, offset=8 * at, wr_id=at) for at in range(5)), request(Op.SEND))
+            waiting = [peer.receive_untagged(), peer.receive_untagged()]
+            for _ in range(3):
+                peer.expect_silence(0.05)
+                answer_read(peer, waiting.pop(0))
+                waiting.append(peer.receive_untagged())
+            assert [read.msn for read in waiting] == [4, 5]
+            assert peer.receive_untagged().opcode == Opcode.SEND
+            for read in waiting:
+                answer_read(peer, read)
+            assert [end.expect(Op.READ).wr_id for _ in range(5)] == list(range(5))
+            assert sink.read() == b"r" * 40
+
+
+def test_the_own_limit_bounds_reads_too() -> None:
+    with node() as device:
+        end, peer = connect_to_script(device, peer_ird=16, limits=QueueLimits(ird=16, ord=1))
+        with closing(peer):
+            end.post(request(Op.FETCH_ADD), request(Op.READ))
+            assert peer.receive_untagged().opcode == Opcode.ATOMIC_REQUEST
+            peer.expect_silence()
+
+
+def test_more_reads_than_any_depth_all_complete() -> None:
+    with node() as left, node() as right:
+        content = pattern(1000 * 64)
+        source, sink = right.memory(content, Access.REMOTE_READ), left.memory(1000 * 64)
+        a, _ = connect(left, right, QueueLimits(ird=3, ord=7))
+        a.post(*(request(Op.READ, sink, 64, offset=64 * at, to=(source.stag, 64 * at), wr_id=at) for at in range(1000)))
+        assert [a.expect(Op.READ).wr_id for _ in range(1000)] == list(range(1000))
+        assert sink.read() == content.tobytes()
+
+
+def test_a_read_sees_the_write_before_it() -> None:
+    with node() as left, node() as right:
+        target = right.memory(100_000, ALL_REMOTE)
+        source, sink = left.memory(100_000), left.memory(100_000)
+        a, _ = connect(left, right)
+        for seed in range(10):
+            source.fill(pattern(100_000, seed))
+            write = request(Op.WRITE, source, 100_000, to=(target.stag, 0), flags=WrFlag.NONE)
+            a.post(write, request(Op.READ, sink, 100_000, to=(target.stag, 0)))
+            a.expect(Op.READ)
+            assert sink.read() == pattern(100_000, seed).tobytes()
+
+
+@pytest.mark.parametrize("op", [Op.WRITE, Op.SEND])
+def test_a_snapshot_keeps_its_crc_while_the_source_changes(op: Op) -> None:
+    with node() as device:
+        length = 1 << 20
+        source = device.memory(length)
+        end, peer = connect_to_script(device)
+        is_over = threading.Event()
+
+        def scribble() -> None:
+            value = 0
+            while not is_over.is_set():
+                source.arena[4096 : 4096 + length] = value % 256
+                value += 1
+
+        writer = threading.Thread(target=scribble)
+        writer.start()
+        try:
+            with closing(peer):
+                end.post(request(op, source, length, to=(1, 0), flags=WrFlag.SIGNALED | WrFlag.SNAPSHOT))
+                received = 0
+                while received < length:
+                    received += len(peer.receive().payload)
+        finally:
+            is_over.set()
+            writer.join()
+        assert received == length
+        end.expect(op)
+
+
+def test_a_read_response_keeps_its_crc_while_the_source_changes() -> None:
+    with node() as device, closing(dial(device.listen())) as peer:
+        length = 1 << 20
+        source = device.memory(length, Access.REMOTE_READ | Access.REMOTE_WRITE)
+        peer.send(StartUp().encode())
+        device.serve().qp.accept()
+        peer.receive_start()
+        is_over = threading.Event()
+
+        def scribble() -> None:
+            while not is_over.is_set():
+                source.arena[4096 : 4096 + length] += np.uint8(1)
+
+        writer = threading.Thread(target=scribble)
+        writer.start()
+        try:
+            peer.send(ReadRequest(7, 0, length, source.stag, 0).segment())
+            received = 0
+            while received < length:
+                segment = peer.receive()
+                assert isinstance(segment, Tagged)
+                assert (segment.stag, segment.offset) == (7, received)
+                received += len(segment.payload)
+        finally:
+            is_over.set()
+            writer.join()
+
+
+def test_the_passive_side_says_nothing_before_the_first_frame() -> None:
+    with node() as device, closing(dial(device.listen())) as peer:
+        source = device.memory(b"early")
+        peer.send(StartUp().encode())
+        end = device.serve()
+        end.receive_into(device.memory(8), 8)
+        end.qp.accept()
+        peer.receive_start()
+        end.post(request(Op.SEND, source, 5))
+        peer.expect_silence()
+        peer.send(send(b"first"))
+        assert peer.receive() == send(b"early")
