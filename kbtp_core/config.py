@@ -1,0 +1,68 @@
+"""Typed settings, declared once as a subclass of `Settings`.
+
+Rules:
+1. A setting has a type, a default and a description; documentation and messages are derived from the declaration.
+2. Values come from a mapping (an engine's extra configuration, a file) and, where a class sets `env_prefix`, from the
+   environment; the mapping wins.
+3. An unknown key is an error that names the nearest match, and a bad value is an error that names the setting and the
+   value. Nothing is ignored.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+from typing_extensions import Self
+
+from kbtp_core.errors import ConfigError
+
+
+class Settings(BaseSettings):
+    """Base of every configuration; instances do not change."""
+
+    model_config = SettingsConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any], where: str) -> Self:
+        """Settings from `values`, which came from `where` (as the user calls it). Raises ConfigError."""
+        check_known(values, cls.model_fields, where)
+        prefix = str(cls.model_config.get("env_prefix") or "")
+        if prefix:
+            found = [name for name in os.environ if name.upper().startswith(prefix.upper())]
+            check_known(found, [prefix + name.upper() for name in cls.model_fields], "the environment")
+        try:
+            return cls(**values)
+        except ValidationError as error:
+            raise ConfigError("\n".join(_explain(where, problem) for problem in error.errors(include_url=False))) from None
+
+    @classmethod
+    def describe(cls) -> list[tuple[str, str, str, str]]:
+        """(name, type, default, description) of each setting, for documentation."""
+        return [
+            (name, _type_name(field.annotation), "required" if field.is_required() else repr(field.default), field.description or "")
+            for name, field in cls.model_fields.items()
+        ]
+
+
+def check_known(found: Iterable[str], known: Iterable[str], where: str) -> None:
+    """Raise ConfigError for the first of `found` that is not in `known`, naming the nearest match."""
+    names = sorted(known)
+    for key in found:
+        if key not in names:
+            near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(names)}."
+            raise ConfigError(f"{where} has no setting {key!r}; {hint}")
+
+
+def _explain(where: str, problem: Mapping[str, Any]) -> str:
+    name = ".".join(map(str, problem["loc"]))
+    return f"{where}: {name} is {problem['input']!r}: {problem['msg']}."
+
+
+def _type_name(annotation: Any) -> str:
+    return annotation.__name__ if isinstance(annotation, type) else str(annotation).replace("typing.", "")
