@@ -1,0 +1,268 @@
+"""The software RNIC: iWARP (RFC 5040, 5041, 5044, 6581, 7306) in user space over ordinary TCP, for any machine.
+
+The work is native (`kbtp_core/native`): one progress thread a device, which moves data between registered memory and sockets
+without the GIL. This module gives it the shape of `fabric.api` and keeps alive what must outlive a transfer.
+
+Rules:
+1. A `Region` keeps its memory alive until it is closed; closing waits until no transfer touches it.
+2. A device keeps running until `close`; closing ends all its queue pairs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kbtp_core import _native
+from kbtp_core.fabric.api import COMPLETION, RECEIVE_REQUEST, WORK_REQUEST, Access, Array, FabricError, QueueFull, QueueLimits, QueuePairClosed
+from kbtp_core.fabric.api import CompletionQueue as CompletionQueueLike
+from kbtp_core.fabric.api import Executor as ExecutorLike
+from kbtp_core.fabric.api import ProtectionDomain as ProtectionDomainLike
+from kbtp_core.fabric.api import Region as RegionLike
+
+MAX_PRIVATE_DATA = 252
+"""Octets that fit into a start-up frame which every known iWARP stack accepts (256 with the enhanced data)."""
+
+
+class Region:
+    """Registered memory; see `fabric.api.Region`."""
+
+    def __init__(self, device: Any, native: Any, owner: object) -> None:
+        self.native = native
+        self.stag: int = native.stag
+        self.length: int = native.length
+        self._owner: object = owner
+        self._close = weakref.finalize(self, device.invalidate, native)
+
+    @property
+    def is_valid(self) -> bool:
+        return bool(self.native.is_valid)
+
+    def close(self) -> None:
+        self._close()
+        self._owner = None
+
+
+class ProtectionDomain:
+    """See `fabric.api.ProtectionDomain`."""
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+        self.number: int = device.alloc_pd()
+
+    def register(self, memory: Any, access: Access) -> Region:
+        view = memoryview(memory)
+        if not view.c_contiguous:
+            raise FabricError("only C-contiguous memory can be registered: pass a contiguous array, or its pages with register_pages")
+        try:
+            native = self._device.register(self.number, int(access), memory)
+        except (BufferError, ValueError) as error:
+            raise FabricError(f"cannot register {type(memory).__name__} of {view.nbytes} octets for {access!r}: {error}") from None
+        return Region(self._device, native, memory)
+
+    def register_pages(self, addresses: NDArray[np.uint64], page_bytes: int, access: Access, owner: object) -> Region:
+        pages = np.ascontiguousarray(addresses, dtype=np.uint64).reshape(-1)
+        if pages.size == 0 or page_bytes <= 0:
+            raise FabricError(f"cannot register {pages.size} pages of {page_bytes} octets: at least one page of at least one octet is needed")
+        return Region(self._device, self._device.register_pages(self.number, int(access), pages, page_bytes), owner)
+
+    def close(self) -> None:
+        """Invalidate every region of the domain that is still valid."""
+        self._device.close_pd(self.number)
+
+
+class CompletionQueue:
+    """See `fabric.api.CompletionQueue`."""
+
+    def __init__(self) -> None:
+        self.native = _native.CompletionQueue()
+        self._buffer = np.empty(1024, COMPLETION)
+
+    def poll(self, limit: int = 1024) -> Array:
+        if limit > self._buffer.size:
+            self._buffer = np.empty(limit, COMPLETION)
+        count = self.native.poll_into(self._buffer[:limit])
+        return self._buffer[:count].copy()
+
+    def wait(self, timeout_s: float) -> bool:
+        return bool(self.native.wait(timeout_s))
+
+    def wake(self) -> None:
+        self.native.wake()
+
+    def fileno(self) -> int:
+        return int(self.native.fileno())
+
+    def close(self) -> None:
+        """Nothing to do: the native queue goes when its last queue pair does."""
+
+
+class Executor:
+    """See `fabric.api.Executor`."""
+
+    def __init__(self, table: Array, base_handle: int, block_bytes: int) -> None:
+        if not table.flags.c_contiguous or table.dtype.itemsize * table.size % 16:
+            raise FabricError("a block table is a C-contiguous array of 16-octet entries")
+        self._table = table
+        self.native = _native.create_executor(table, base_handle, block_bytes)
+
+    def readers(self, entries: NDArray[np.uint64]) -> NDArray[np.uint32]:
+        wanted = np.ascontiguousarray(entries, dtype=np.uint64)
+        counts = np.zeros(wanted.size, np.uint32)
+        self.native.readers_into(wanted, counts)
+        return counts
+
+
+class QueuePair:
+    """See `fabric.api.QueuePair`."""
+
+    def __init__(self, native: Any, pd: ProtectionDomain, cq: CompletionQueue, limits: QueueLimits) -> None:
+        self.native = native
+        self.number: int = native.number
+        self.limits = limits
+        self._keep: list[object] = [pd, cq]
+
+    @property
+    def peer(self) -> str:
+        return str(self.native.peer)
+
+    @property
+    def peer_private_data(self) -> bytes:
+        return bytes(self.native.peer_private_data)
+
+    def connect(self, host: str, port: int, private_data: bytes = b"") -> None:
+        _check_private_data(private_data)
+        try:
+            self.native.connect(host, port, private_data)
+        except (ValueError, RuntimeError) as error:
+            raise FabricError(f"cannot connect to {host}:{port}: {error}") from None
+
+    def accept(self, private_data: bytes = b"") -> None:
+        _check_private_data(private_data)
+        self.native.accept(private_data)
+
+    def post_send(self, requests: Array) -> None:
+        self._check(self.native.post_send(_records(requests, WORK_REQUEST)), "send", len(requests), self.limits.send_depth)
+
+    def post_receive(self, requests: Array) -> None:
+        self._check(self.native.post_receive(_records(requests, RECEIVE_REQUEST)), "receive", len(requests), self.limits.receive_depth)
+
+    def _check(self, result: int, queue: str, count: int, depth: int) -> None:
+        if result == 1:
+            raise QueueFull(f"{count} more requests do not fit into the {queue} queue of {depth} to {self.peer}: wait for completions, or raise {queue}_depth")
+        if result == 2:
+            raise QueuePairClosed(f"the queue pair to {self.peer} has ended: nothing was posted")
+
+    def attach_executor(self, executor: ExecutorLike, pool: RegionLike) -> None:
+        if not isinstance(executor, Executor) or not isinstance(pool, Region):
+            raise FabricError("the executor and the pool region must come from this device")
+        self._keep += [executor, pool]
+        self.native.attach_executor(executor.native, pool.native)
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        self.native.close(timeout_s)
+
+    def abort(self) -> None:
+        self.native.abort()
+
+    def stats(self) -> dict[str, int]:
+        return dict(self.native.stats())
+
+
+class ConnectionRequest:
+    """See `fabric.api.ConnectionRequest`."""
+
+    def __init__(self, native: Any) -> None:
+        self._native = native
+        self.peer: str = native.peer
+        self.private_data: bytes = native.private_data
+
+    def create_qp(self, pd: ProtectionDomainLike, cq: CompletionQueueLike, limits: QueueLimits = QueueLimits()) -> QueuePair:
+        own_pd, own_cq = _own(pd, cq)
+        native = self._native.create_qp(own_pd.number, own_cq.native, *_limits(limits))
+        if native is None:
+            raise QueuePairClosed(f"{self.peer} has given up, or its request was answered already")
+        return QueuePair(native, own_pd, own_cq, limits)
+
+    def reject(self, private_data: bytes = b"") -> None:
+        _check_private_data(private_data)
+        self._native.reject(private_data)
+
+
+class Listener:
+    """See `fabric.api.Listener`."""
+
+    def __init__(self, native: Any) -> None:
+        self._native = native
+        self.address: tuple[str, int] = (native.host, native.port)
+
+    def poll(self) -> list[ConnectionRequest]:
+        return [ConnectionRequest(request) for request in self._native.poll()]
+
+    def close(self) -> None:
+        self._native.close()
+
+
+class SoftRnic:
+    """A software RNIC device.
+
+    `congestion` is the TCP congestion control for peers on this host (empty: the system's; one the kernel does not allow is ignored).
+    `mulpdu` is the largest ULPDU sent, in octets. `stags` and `first_atomic_id` fix what is otherwise drawn, for frames that tests know by heart.
+    """
+
+    name = "softrnic"
+
+    def __init__(self, *, congestion: str = "cubic", mulpdu: int = 61440 + 18, first_atomic_id: int = 1, stags: Sequence[int] = ()) -> None:
+        if not 64 <= mulpdu <= 64768:
+            raise FabricError(f"mulpdu is {mulpdu}: it must be between 64 and 64768 octets (RFC 5044, section 5.1)")
+        self._device = _native.open_device(mulpdu, congestion, first_atomic_id, list(stags))
+        self._close = weakref.finalize(self, self._device.close)
+
+    def alloc_pd(self) -> ProtectionDomain:
+        return ProtectionDomain(self._device)
+
+    def create_cq(self) -> CompletionQueue:
+        return CompletionQueue()
+
+    def create_qp(self, pd: ProtectionDomainLike, cq: CompletionQueueLike, limits: QueueLimits = QueueLimits()) -> QueuePair:
+        own_pd, own_cq = _own(pd, cq)
+        return QueuePair(self._device.create_qp(own_pd.number, own_cq.native, *_limits(limits)), own_pd, own_cq, limits)
+
+    def listen(self, host: str, port: int, cq: CompletionQueueLike, *, startup_timeout_s: float = 5.0, backlog: int = 128) -> Listener:
+        if not isinstance(cq, CompletionQueue):
+            raise FabricError("the completion queue must come from this device")
+        try:
+            return Listener(self._device.listen(host, port, cq.native, startup_timeout_s, backlog))
+        except (ValueError, RuntimeError, OSError) as error:
+            raise FabricError(f"{error}: choose another host or port, or end what holds it") from None
+
+    def create_executor(self, table: Array, base_handle: int, block_bytes: int) -> Executor:
+        return Executor(table, base_handle, block_bytes)
+
+    def close(self) -> None:
+        self._close()
+
+
+def _own(pd: ProtectionDomainLike, cq: CompletionQueueLike) -> tuple[ProtectionDomain, CompletionQueue]:
+    if not isinstance(pd, ProtectionDomain) or not isinstance(cq, CompletionQueue):
+        raise FabricError("the protection domain and the completion queue must come from a software RNIC")
+    return pd, cq
+
+
+def _limits(limits: QueueLimits) -> tuple[int, int, int, int, float]:
+    return limits.send_depth, limits.receive_depth, limits.ird, limits.ord, limits.startup_timeout_s
+
+
+def _records(requests: Array, dtype: np.dtype[Any]) -> Array:
+    if requests.dtype != dtype:
+        raise FabricError(f"the batch has dtype {requests.dtype}; it must be {dtype}")
+    return np.ascontiguousarray(requests)
+
+
+def _check_private_data(private_data: bytes) -> None:
+    if len(private_data) > MAX_PRIVATE_DATA:
+        raise FabricError(f"private data has {len(private_data)} octets: at most {MAX_PRIVATE_DATA} fit into a start-up frame that every stack accepts")

@@ -1,0 +1,168 @@
+#include "device.hpp"
+
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <system_error>
+
+namespace kbtp {
+namespace {
+
+constexpr int kEvents = 64;
+// A peer whose host vanished without a FIN: give up when it has acknowledged nothing for this long.
+constexpr unsigned kDeadPeerMs = 30'000;
+
+int checked(int fd, const char* what) {
+    if (fd < 0) throw std::system_error(errno, std::generic_category(), what);
+    return fd;
+}
+
+}  // namespace
+
+Device::Device(DeviceOptions options)
+    : options_(std::move(options)),
+      regions_(options_.fixed_stags),
+      epoll_fd_(checked(::epoll_create1(EPOLL_CLOEXEC), "epoll_create1")),
+      wake_fd_(checked(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC), "eventfd")) {
+    watch(wake_fd_, nullptr, EPOLLIN);
+}
+
+Device::~Device() {
+    close();
+    ::close(wake_fd_);
+    ::close(epoll_fd_);
+}
+
+void Device::start() {
+    thread_ = std::thread([this] { run(); });
+}
+
+// Not from the progress thread: it joins it.
+void Device::close() {
+    {
+        std::lock_guard lock(tasks_mutex_);
+        if (closed_) return;
+        tasks_.push_back([this] { stopping_ = true; });
+        closed_ = true;
+        const u64 one = 1;
+        [[maybe_unused]] auto n = ::write(wake_fd_, &one, sizeof one);
+    }
+    if (thread_.joinable()) thread_.join();
+}
+
+void Device::submit(std::function<void()> task) {
+    std::lock_guard lock(tasks_mutex_);
+    if (closed_) return;
+    tasks_.push_back(std::move(task));
+    const u64 one = 1;
+    [[maybe_unused]] auto n = ::write(wake_fd_, &one, sizeof one);
+}
+
+void Device::run() {
+    std::array<epoll_event, kEvents> events;
+    while (!stopping_) {
+        const int n = ::epoll_wait(epoll_fd_, events.data(), kEvents, run_deadlines());
+        for (int i = 0; i < n; ++i) {
+            if (auto* who = static_cast<Pollable*>(events[static_cast<std::size_t>(i)].data.ptr))
+                who->on_event(events[static_cast<std::size_t>(i)].events);
+            else
+                run_tasks();
+        }
+        graveyard_.clear();
+    }
+    // Whatever still lives ends here, on the thread that owns it.
+    std::vector<std::shared_ptr<QueuePair>> pairs;
+    {
+        std::lock_guard lock(pairs_mutex_);
+        for (auto& [number, pair] : pairs_) pairs.push_back(pair);
+    }
+    for (auto& pair : pairs) pair->end(0, 0, Status::ok);
+    graveyard_.clear();
+    timed_.clear();
+}
+
+void Device::run_tasks() {
+    u64 count;
+    [[maybe_unused]] auto n = ::read(wake_fd_, &count, sizeof count);
+    std::vector<std::function<void()>> tasks;
+    {
+        std::lock_guard lock(tasks_mutex_);
+        tasks.swap(tasks_);
+    }
+    for (auto& task : tasks) task();
+}
+
+int Device::run_deadlines() {
+    auto next = TimePoint::max();
+    const auto now = Clock::now();
+    for (std::size_t i = 0; i < timed_.size();) {
+        auto who = timed_[i].lock();
+        if (who && who->deadline <= now) {
+            who->deadline = TimePoint::max();
+            who->on_deadline();
+            continue;  // it may have set another one, or may be gone
+        }
+        if (!who || who->deadline == TimePoint::max()) {
+            timed_[i] = std::move(timed_.back());
+            timed_.pop_back();
+            continue;
+        }
+        next = std::min(next, who->deadline);
+        ++i;
+    }
+    if (next == TimePoint::max()) return -1;
+    return static_cast<int>(std::clamp<long>(std::chrono::ceil<std::chrono::milliseconds>(next - now).count(), 0, 60'000));
+}
+
+void Device::time(std::shared_ptr<Pollable> who) {
+    for (const auto& known : timed_)
+        if (known.lock() == who) return;
+    timed_.push_back(who);
+}
+
+void Device::watch(int fd, Pollable* who, u32 events) {
+    epoll_event e{.events = events, .data = {.ptr = who}};
+    ::epoll_ctl(epoll_fd_, EPOLL_CTL_ADD, fd, &e);
+}
+
+void Device::rearm(int fd, Pollable* who, u32 events) {
+    epoll_event e{.events = events, .data = {.ptr = who}};
+    ::epoll_ctl(epoll_fd_, EPOLL_CTL_MOD, fd, &e);
+}
+
+void Device::unwatch(int fd) { ::epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, fd, nullptr); }
+
+std::shared_ptr<QueuePair> Device::create_qp(u32 pd, std::shared_ptr<CompletionQueue> cq, QueueLimits limits) {
+    auto pair = std::make_shared<QueuePair>(shared_from_this(), next_qp_.fetch_add(1), pd, std::move(cq), limits);
+    std::lock_guard lock(pairs_mutex_);
+    pairs_[pair->number()] = pair;
+    return pair;
+}
+
+void Device::forget(QueuePair& qp) {
+    std::lock_guard lock(pairs_mutex_);
+    const auto it = pairs_.find(qp.number());
+    if (it == pairs_.end()) return;
+    graveyard_.push_back(it->second);
+    pairs_.erase(it);
+}
+
+// Small messages must not wait for each other; a vanished peer must not hold a socket for ever.
+void Device::configure_socket(int fd, bool is_local_peer) const {
+    const int on = 1;
+    ::setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+    ::setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
+    ::setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &kDeadPeerMs, sizeof kDeadPeerMs);
+    // Best effort: an algorithm that the kernel does not allow leaves its default in place.
+    if (is_local_peer && !options_.congestion.empty())
+        ::setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, options_.congestion.data(), static_cast<socklen_t>(options_.congestion.size()));
+}
+
+}  // namespace kbtp

@@ -1,0 +1,215 @@
+// The passive side until a queue pair takes over: listening, and reading a peer's MPA Request to its last octet.
+#include <netdb.h>
+#include <netinet/in.h>
+#include <sys/epoll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <system_error>
+#include <utility>
+
+#include "device.hpp"
+
+namespace kbtp {
+namespace {
+
+std::string format_address(const sockaddr_storage& address, socklen_t size) {
+    char host[NI_MAXHOST], port[NI_MAXSERV];
+    if (::getnameinfo(reinterpret_cast<const sockaddr*>(&address), size, host, sizeof host, port, sizeof port,
+                      NI_NUMERICHOST | NI_NUMERICSERV) != 0)
+        return "?";
+    return std::string(host) + ":" + port;
+}
+
+u16 port_of(const sockaddr_storage& address) {
+    if (address.ss_family == AF_INET6) return ntohs(reinterpret_cast<const sockaddr_in6&>(address).sin6_port);
+    return ntohs(reinterpret_cast<const sockaddr_in&>(address).sin_port);
+}
+
+}  // namespace
+
+std::string peer_name(int fd) {
+    sockaddr_storage address{};
+    socklen_t size = sizeof address;
+    if (::getpeername(fd, reinterpret_cast<sockaddr*>(&address), &size) != 0) return "?";
+    return format_address(address, size);
+}
+
+// Both ends on this machine: the two addresses are the same.
+bool is_local_address(int fd) {
+    sockaddr_storage mine{}, theirs{};
+    socklen_t a = sizeof mine, b = sizeof theirs;
+    if (::getsockname(fd, reinterpret_cast<sockaddr*>(&mine), &a) != 0 || ::getpeername(fd, reinterpret_cast<sockaddr*>(&theirs), &b) != 0)
+        return false;
+    const std::string x = format_address(mine, a), y = format_address(theirs, b);
+    return x.substr(0, x.rfind(':')) == y.substr(0, y.rfind(':'));
+}
+
+std::shared_ptr<Listener> Device::listen(const std::string& host, u16 port, std::shared_ptr<CompletionQueue> cq, double startup_timeout_s,
+                                         u32 backlog) {
+    addrinfo hints{}, *found = nullptr;
+    hints.ai_family = AF_UNSPEC;
+    hints.ai_socktype = SOCK_STREAM;
+    hints.ai_flags = AI_PASSIVE;
+    if (const int e = ::getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found); e != 0)
+        throw std::invalid_argument("cannot listen on " + host + ": " + ::gai_strerror(e));
+    const std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)> guard(found, ::freeaddrinfo);
+    const int fd = ::socket(found->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    const int on = 1;
+    if (fd >= 0) ::setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+    if (fd < 0 || ::bind(fd, found->ai_addr, found->ai_addrlen) != 0 || ::listen(fd, static_cast<int>(backlog)) != 0) {
+        const int error = errno;
+        if (fd >= 0) ::close(fd);
+        throw std::system_error(error, std::generic_category(), "cannot listen on " + host + ":" + std::to_string(port));
+    }
+    sockaddr_storage bound{};
+    socklen_t size = sizeof bound;
+    ::getsockname(fd, reinterpret_cast<sockaddr*>(&bound), &size);
+    auto listener = std::make_shared<Listener>(shared_from_this(), fd, host, port_of(bound), std::move(cq), startup_timeout_s, backlog);
+    submit([this, listener, fd] { watch(fd, listener.get(), EPOLLIN); });
+    return listener;
+}
+
+Listener::Listener(std::shared_ptr<Device> device, int fd, std::string host, u16 port, std::shared_ptr<CompletionQueue> cq,
+                   double startup_timeout_s, u32 backlog)
+    : device_(std::move(device)),
+      fd_(fd),
+      host_(std::move(host)),
+      port_(port),
+      cq_(std::move(cq)),
+      startup_timeout_s_(startup_timeout_s),
+      backlog_(backlog) {}
+
+Listener::~Listener() {
+    if (fd_ >= 0) ::close(fd_);
+}
+
+void Listener::on_event(u32) {
+    for (;;) {
+        const int fd = ::accept4(fd_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
+        if (fd < 0) return;                  // none left, or no descriptors: the rest waits in the kernel's backlog
+        if (starting_.size() >= backlog_) {  // a flood of half-open peers must not hold more than this
+            ::close(fd);
+            continue;
+        }
+        device_->configure_socket(fd, is_local_address(fd));
+        auto pending = std::make_shared<PendingConnection>(device_, weak_from_this(), fd, peer_name(fd));
+        pending->deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(startup_timeout_s_));
+        starting_.push_back(pending);
+        device_->watch(fd, pending.get(), EPOLLIN);
+        device_->time(pending);
+    }
+}
+
+void Listener::announce(std::shared_ptr<PendingConnection> request) {
+    {
+        std::lock_guard lock(mutex_);
+        ready_.push_back(std::move(request));
+    }
+    cq_->wake();
+}
+
+void Listener::gone(const PendingConnection* request) {
+    std::erase_if(starting_, [&](const auto& p) { return p.get() == request; });
+    std::lock_guard lock(mutex_);
+    std::erase_if(ready_, [&](const auto& p) { return p.get() == request; });
+}
+
+std::vector<std::shared_ptr<PendingConnection>> Listener::poll() {
+    std::lock_guard lock(mutex_);
+    return std::exchange(ready_, {});
+}
+
+void Listener::close() {
+    device_->submit([self = shared_from_this()] {
+        if (self->fd_ < 0) return;
+        self->device_->unwatch(self->fd_);
+        ::close(self->fd_);
+        self->fd_ = -1;
+        for (const auto& pending : std::vector(self->starting_)) pending->on_deadline();
+        self->device_->keep_until_idle(self);
+    });
+}
+
+PendingConnection::PendingConnection(std::shared_ptr<Device> device, std::weak_ptr<Listener> listener, int fd, std::string peer)
+    : device_(std::move(device)), listener_(std::move(listener)), fd_(fd), peer_(std::move(peer)) {}
+
+PendingConnection::~PendingConnection() {
+    if (fd_ >= 0) ::close(fd_);
+}
+
+// Read the Request and nothing after it: the octets that follow are FPDUs, for the queue pair.
+void PendingConnection::on_event(u32) {
+    if (announced_) return drop();  // only errors and an early end are asked for any more
+    for (;;) {
+        std::size_t want = wire::kStartupHeader;
+        if (frame_.size() >= wire::kStartupHeader) {
+            const auto length = wire::startup_length(std::span<const u8, wire::kStartupHeader>(frame_.data(), wire::kStartupHeader), false);
+            if (!length) return drop();  // 1.3 rule 3: no reply
+            want += *length;
+            if (frame_.size() == want) break;
+        }
+        u8 piece[wire::kStartupHeader + wire::kMaxPrivateData];
+        const ssize_t n = ::recv(fd_, piece, want - frame_.size(), MSG_DONTWAIT);
+        if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) return;
+        if (n <= 0) return drop();
+        frame_.insert(frame_.end(), piece, piece + n);
+    }
+    auto request = wire::decode_startup(frame_);
+    // Markers are an option of the receiver that no stack in use asks for; this one does not make them.
+    if (!request || request->markers) return drop();
+    request_ = std::move(*request);
+    announced_ = true;
+    device_->rearm(fd_, this, 0);
+    if (auto listener = listener_.lock()) listener->announce(shared_from_this());
+}
+
+void PendingConnection::on_deadline() {
+    if (!taken_) drop();
+}
+
+void PendingConnection::drop() {
+    if (taken_.exchange(true)) return;
+    const auto self = shared_from_this();
+    device_->unwatch(fd_);
+    ::close(fd_);
+    fd_ = -1;
+    device_->keep_until_idle(self);
+    if (auto listener = listener_.lock()) listener->gone(this);
+}
+
+std::shared_ptr<QueuePair> PendingConnection::create_qp(u32 pd, std::shared_ptr<CompletionQueue> cq, QueueLimits limits) {
+    if (taken_.exchange(true)) return nullptr;
+    auto pair = device_->create_qp(pd, std::move(cq), limits);
+    device_->unwatch(fd_);
+    pair->adopt(std::exchange(fd_, -1), peer_, request_);
+    device_->submit([self = shared_from_this()] {
+        self->deadline = TimePoint::max();
+        self->device_->keep_until_idle(self);
+        if (auto listener = self->listener_.lock()) listener->gone(self.get());
+    });
+    return pair;
+}
+
+void PendingConnection::reject(std::vector<u8> private_data) {
+    if (private_data.size() > wire::kMaxUlpPrivateData) throw std::invalid_argument("private data is longer than 252 octets");
+    if (taken_.exchange(true)) return;
+    device_->submit([self = shared_from_this(), data = std::move(private_data)]() mutable {
+        wire::Startup reply;
+        reply.is_reply = reply.rejected = true;
+        reply.revision = self->request_.revision;
+        reply.enhanced = self->request_.enhanced;
+        reply.private_data = std::move(data);
+        const auto frame = wire::encode_startup(reply);
+        [[maybe_unused]] auto n = ::send(self->fd_, frame.data(), frame.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+        self->device_->unwatch(self->fd_);
+        ::close(std::exchange(self->fd_, -1));
+        self->deadline = TimePoint::max();
+        self->device_->keep_until_idle(self);
+        if (auto listener = self->listener_.lock()) listener->gone(self.get());
+    });
+}
+
+}  // namespace kbtp

@@ -1,0 +1,194 @@
+// The Python face of the software RNIC: as thin as it can be. Arrays cross as plain buffers (fabric/api.py gives their dtypes), and
+// nothing that moves data or waits holds the GIL.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "crc32c.hpp"
+#include "device.hpp"
+
+namespace nb = nanobind;
+using namespace kbtp;
+
+namespace {
+
+// A borrowed C-contiguous buffer.
+class Buffer {
+  public:
+    Buffer(nb::handle object, bool writable) {
+        if (PyObject_GetBuffer(object.ptr(), &view_, writable ? PyBUF_WRITABLE : PyBUF_SIMPLE) != 0) throw nb::python_error();
+    }
+    ~Buffer() { PyBuffer_Release(&view_); }
+    Buffer(const Buffer&) = delete;
+    Buffer& operator=(const Buffer&) = delete;
+    u8* data() const { return static_cast<u8*>(view_.buf); }
+    std::size_t size() const { return static_cast<std::size_t>(view_.len); }
+
+    template <class T>
+    std::span<T> as() const {
+        if (size() % sizeof(T) != 0 || reinterpret_cast<std::uintptr_t>(data()) % alignof(T) != 0)
+            throw std::invalid_argument("the array is not a whole, aligned number of records: pass the dtypes of fabric.api");
+        return {reinterpret_cast<T*>(data()), size() / sizeof(T)};
+    }
+
+  private:
+    Py_buffer view_{};
+};
+
+nb::bytes to_bytes(const std::vector<u8>& v) { return nb::bytes(v.data(), v.size()); }
+std::vector<u8> from_bytes(const nb::bytes& b) {
+    const auto* p = static_cast<const u8*>(b.data());
+    return {p, p + b.size()};
+}
+
+template <class Record, class Post>
+int post(nb::handle array, Post&& run) {
+    const Buffer buffer(array, false);
+    const auto records = buffer.as<const Record>();
+    nb::gil_scoped_release nogil;
+    return static_cast<int>(run(records));
+}
+
+QueueLimits make_limits(u32 send_depth, u32 receive_depth, u16 ird, u16 ord, double startup_timeout_s) {
+    return {send_depth, receive_depth, ird, ord, startup_timeout_s};
+}
+
+nb::dict stats_dict(const QueuePairStats& s) {
+    nb::dict d;
+    d["bytes_sent"] = s.bytes_sent;
+    d["bytes_received"] = s.bytes_received;
+    d["fpdus_sent"] = s.fpdus_sent;
+    d["fpdus_received"] = s.fpdus_received;
+    d["messages_sent"] = s.messages_sent;
+    d["messages_received"] = s.messages_received;
+    d["crc_errors"] = s.crc_errors;
+    d["executed_loads"] = s.executed_loads;
+    d["ord_stalls"] = s.ord_stalls;
+    d["socket_stalls"] = s.socket_stalls;
+    return d;
+}
+
+void bind_regions(nb::module_& m) {
+    nb::class_<Region>(m, "Region")
+        .def_prop_ro("stag", &Region::stag)
+        .def_prop_ro("length", &Region::length)
+        .def_prop_ro("is_valid", &Region::is_valid);
+
+    nb::class_<CompletionQueue>(m, "CompletionQueue")
+        .def(nb::init<>())
+        .def("poll_into",
+             [](CompletionQueue& q, nb::handle out) {
+                 const Buffer buffer(out, true);
+                 return q.poll(buffer.as<Completion>());
+             })
+        .def("wait", &CompletionQueue::wait, nb::call_guard<nb::gil_scoped_release>())
+        .def("wake", &CompletionQueue::wake)
+        .def("fileno", &CompletionQueue::fd);
+
+    nb::class_<Executor>(m, "Executor").def("readers_into", [](Executor& e, nb::handle entries, nb::handle counts) {
+        const Buffer in(entries, false), out(counts, true);
+        const auto which = in.as<const u64>();
+        const auto into = out.as<u32>();
+        if (which.size() != into.size()) throw std::invalid_argument("as many counts as entries");
+        std::atomic_thread_fence(std::memory_order_seq_cst);  // after the caller cleared the entries
+        for (std::size_t i = 0; i < which.size(); ++i) into[i] = e.readers(which[i]);
+    });
+}
+
+void bind_queue_pair(nb::module_& m) {
+    nb::class_<QueuePair>(m, "QueuePair")
+        .def_prop_ro("number", &QueuePair::number)
+        .def_prop_ro("peer", &QueuePair::peer)
+        .def_prop_ro("peer_private_data", [](const QueuePair& q) { return to_bytes(q.peer_private_data()); })
+        .def("connect",
+             [](QueuePair& q, const std::string& host, u16 port, const nb::bytes& data) {
+                 auto private_data = from_bytes(data);
+                 nb::gil_scoped_release nogil;
+                 q.connect(host, port, std::move(private_data));
+             })
+        .def("accept", [](QueuePair& q, const nb::bytes& data) { q.accept(from_bytes(data)); })
+        .def("post_send", [](QueuePair& q, nb::handle a) { return post<WorkRequest>(a, [&](auto r) { return q.post_send(r); }); })
+        .def("post_receive", [](QueuePair& q, nb::handle a) { return post<ReceiveRequest>(a, [&](auto r) { return q.post_receive(r); }); })
+        .def("attach_executor", &QueuePair::attach_executor)
+        .def("close", &QueuePair::close)
+        .def("abort", &QueuePair::abort)
+        .def("stats", [](QueuePair& q) { return stats_dict(q.stats()); });
+
+    nb::class_<PendingConnection>(m, "ConnectionRequest")
+        .def_prop_ro("peer", &PendingConnection::peer)
+        .def_prop_ro("private_data", [](const PendingConnection& p) { return to_bytes(p.private_data()); })
+        .def("create_qp",
+             [](PendingConnection& p, u32 pd, std::shared_ptr<CompletionQueue> cq, u32 send_depth, u32 receive_depth, u16 ird, u16 ord,
+                double timeout) { return p.create_qp(pd, std::move(cq), make_limits(send_depth, receive_depth, ird, ord, timeout)); })
+        .def("reject", [](PendingConnection& p, const nb::bytes& data) { p.reject(from_bytes(data)); });
+
+    nb::class_<Listener>(m, "Listener")
+        .def_prop_ro("host", &Listener::host)
+        .def_prop_ro("port", &Listener::port)
+        .def("poll", &Listener::poll)
+        .def("close", &Listener::close);
+}
+
+void bind_device(nb::module_& m) {
+    nb::class_<Device>(m, "Device")
+        .def("alloc_pd", &Device::new_pd)
+        .def("register",
+             [](Device& d, u32 pd, u8 rights, nb::handle memory) {
+                 const bool writes = rights & (access::local_write | access::remote_write | access::remote_atomic);
+                 const Buffer buffer(memory, writes);  // the caller keeps the object, and so the memory, alive
+                 if (buffer.size() == 0) throw std::invalid_argument("an empty buffer can't be registered");
+                 return d.regions().add(pd, rights, {buffer.data()}, buffer.size(), buffer.size());
+             })
+        .def("register_pages",
+             [](Device& d, u32 pd, u8 rights, nb::handle addresses, u64 page_bytes) {
+                 const Buffer buffer(addresses, false);
+                 const auto list = buffer.as<const u64>();
+                 if (list.empty() || page_bytes == 0) throw std::invalid_argument("no pages to register");
+                 std::vector<u8*> pages;
+                 pages.reserve(list.size());
+                 for (u64 a : list) pages.push_back(reinterpret_cast<u8*>(a));
+                 const u64 length = page_bytes * list.size();
+                 return d.regions().add(pd, rights, std::move(pages), page_bytes, length);
+             })
+        .def(
+            "invalidate", [](Device& d, const RegionPtr& r) { d.regions().remove(r); }, nb::call_guard<nb::gil_scoped_release>())
+        .def(
+            "close_pd", [](Device& d, u32 pd) { d.regions().remove_domain(pd); }, nb::call_guard<nb::gil_scoped_release>())
+        .def("create_qp",
+             [](Device& d, u32 pd, std::shared_ptr<CompletionQueue> cq, u32 send_depth, u32 receive_depth, u16 ird, u16 ord,
+                double timeout) { return d.create_qp(pd, std::move(cq), make_limits(send_depth, receive_depth, ird, ord, timeout)); })
+        .def("listen", &Device::listen, nb::call_guard<nb::gil_scoped_release>())
+        .def("close", &Device::close, nb::call_guard<nb::gil_scoped_release>());
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+    nb::set_leak_warnings(false);  // a device that lives until the process ends is no leak
+    bind_regions(m);
+    bind_queue_pair(m);
+    bind_device(m);
+    m.def(
+        "open_device",
+        [](u32 mulpdu, const std::string& congestion, u32 first_atomic_id, const std::vector<u32>& stags) {
+            auto device = std::make_shared<Device>(DeviceOptions{mulpdu, congestion, first_atomic_id, {stags.begin(), stags.end()}});
+            device->start();
+            return device;
+        },
+        "Open a device and start its progress thread.");
+    m.def("create_executor", [](nb::handle table, u64 base_handle, u32 block_bytes) {
+        const Buffer buffer(table, false);
+        if (buffer.size() % 16 != 0 || reinterpret_cast<std::uintptr_t>(buffer.data()) % 4 != 0)
+            throw std::invalid_argument("a block table is a 4-aligned array of 16-octet entries");
+        return std::make_shared<Executor>(buffer.data(), buffer.size() / 16, base_handle, block_bytes);
+    });
+    m.def(
+        "crc32c", [](const nb::bytes& data, u32 crc) { return crc32c_extend(crc, data.data(), data.size()); }, nb::arg("data"),
+        nb::arg("crc") = 0);
+    m.def(
+        "crc32c_portable", [](const nb::bytes& data, u32 crc) { return crc32c_portable(crc, data.data(), data.size()); }, nb::arg("data"),
+        nb::arg("crc") = 0);
+    m.def("crc32c_implementation", &crc32c_implementation);
+}

@@ -1,0 +1,224 @@
+// What happens when a message has arrived whole: delivery to the ULP, answers to Reads and atomics, the executor, and the Terminate.
+// Progress thread only.
+#include <algorithm>
+
+#include "device.hpp"
+
+namespace kbtp {
+namespace {
+
+constexpr double kTerminateLinger = 1.0;  // how long the peer has to read our Terminate and close
+
+// RFC 7306 section 5: each 1 in the mask is the top bit of a field, whose carry out is dropped. The closed form of the RFC's loop.
+u64 masked_add(u64 old, u64 add, u64 mask) { return ((old & ~mask) + (add & ~mask)) ^ ((old ^ add) & mask); }
+
+// On the 64-bit word in the memory's own byte order; atomic against everybody in this process. Returns the value before.
+u64 run_atomic(u8* address, const wire::AtomicRequest& r) {
+    auto* word = reinterpret_cast<u64*>(address);
+    u64 old = __atomic_load_n(word, __ATOMIC_SEQ_CST);
+    for (;;) {
+        u64 next = old;
+        if (r.code == wire::kFetchAdd)
+            next = masked_add(old, r.operand, r.mask);
+        else if (((r.compare ^ old) & r.compare_mask) == 0)
+            next = (old & ~r.mask) | (r.operand & r.mask);
+        if (__atomic_compare_exchange_n(word, &old, next, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) return old;
+    }
+}
+
+}  // namespace
+
+void QueuePair::deliver_send(const wire::Segment& s, const u8* payload) {
+    namespace op = wire::opcode;
+    const bool invalidates = s.opcode == op::send_invalidate || s.opcode == op::send_se_invalidate;
+    // Before the ULP is told (RFC 5040 section 5.3).
+    if (invalidates && !invalidate_for_peer(s)) return;
+    Completion c{inbound_->buffer.request.wr_id, number_, Op::receive, Status::ok, 0, inbound_->received, 0, 0};
+    if (s.opcode == op::immediate || s.opcode == op::immediate_se) {
+        c.op = Op::receive_immediate;
+        c.value = load_be<u64>(payload);
+    }
+    if (s.opcode == op::send_se || s.opcode == op::send_se_invalidate || s.opcode == op::immediate_se)
+        c.flags |= completion_flag::solicited;
+    if (invalidates) {
+        c.flags |= completion_flag::invalidated;
+        c.stag = s.stag;
+    }
+    inbound_.reset();
+    ++expected_send_msn_;
+    if (has_executor_) {
+        std::lock_guard lock(rq_mutex_);
+        ++upcalls_;
+    }
+    push_later(c);
+}
+
+bool QueuePair::invalidate_for_peer(const wire::Segment& s) {
+    const RegionPtr region = device_->regions().find(s.stag);
+    if (!region || region->pd() != pd_ || !region->has(access::remote_invalidate) || !region->is_valid()) {
+        fail(wire::error::rdmap_cannot_invalidate);
+        return false;
+    }
+    device_->regions().remove(region);
+    return true;
+}
+
+void QueuePair::on_read_response(const wire::Segment& s, u32 n) {
+    std::lock_guard lock(tx_mutex_);
+    outstanding_.front().received += n;
+    if (s.last) request_answered(Status::ok, 0);
+}
+
+std::optional<wire::TerminateCode> QueuePair::check_source(u32 stag, u64 offset, u64 size, u8 right, RegionPtr& out) const {
+    out = device_->regions().find(stag);
+    if (!out || !out->is_valid()) return wire::error::rdmap_invalid_stag;
+    if (out->pd() != pd_) return wire::error::rdmap_other_stream;
+    if (!out->has(right)) return wire::error::rdmap_access;
+    if (offset + size < offset) return wire::error::rdmap_wrap;
+    if (!out->contains(offset, size)) return wire::error::rdmap_bounds;
+    return {};
+}
+
+void QueuePair::on_read_request(const wire::Segment&, const u8* payload) {
+    const wire::ReadRequest r = wire::decode_read_request(payload);
+    ++expected_request_msn_;
+    Message m;
+    if (r.size > 0) {  // a zero-length Read names nothing (RFC 5040 section 4.4)
+        if (const auto wrong = check_source(r.source_stag, r.source_offset, r.size, access::remote_read, m.source)) return fail(*wrong);
+    }
+    m.header.tagged = true;
+    m.header.opcode = wire::opcode::read_response;
+    m.header.stag = r.sink_stag;
+    m.header.offset = r.sink_offset;
+    m.source_offset = r.source_offset;
+    m.length = r.size;
+    m.snapshot = true;  // its owner may write to it while it is sent
+    m.owner = Owner::response;
+    std::lock_guard lock(tx_mutex_);
+    ++inbound_requests_;
+    replies_.push_back(std::move(m));
+    replies_waiting_ = true;
+}
+
+void QueuePair::on_atomic_request(const wire::Segment&, const u8* payload) {
+    const wire::AtomicRequest r = wire::decode_atomic_request(payload);
+    ++expected_request_msn_;
+    if (r.code != wire::kFetchAdd && r.code != wire::kCmpSwap) return fail(wire::error::unexpected_opcode);
+    RegionPtr region;
+    if (const auto wrong = check_source(r.stag, r.offset, 8, access::remote_atomic, region)) return fail(*wrong);
+    const Pin pin(region);
+    if (!pin) return fail(wire::error::rdmap_invalid_stag);
+    u8* address = region->contiguous(r.offset, 8);
+    if (!address || reinterpret_cast<std::uintptr_t>(address) % 8 != 0 || r.offset % 8 != 0) return fail(wire::error::stream_catastrophic);
+    Message m;
+    m.header.opcode = wire::opcode::atomic_response;
+    m.header.qn = wire::queue::atomic_response;
+    m.length = wire::kAtomicResponseHeader;
+    m.owner = Owner::response;
+    store_be<u32>(m.inline_data.data(), r.id);
+    store_be<u64>(m.inline_data.data() + 4, run_atomic(address, r));
+    std::lock_guard lock(tx_mutex_);
+    m.header.msn = atomic_response_msn_++;
+    ++inbound_requests_;
+    replies_.push_back(std::move(m));
+    replies_waiting_ = true;
+}
+
+void QueuePair::on_atomic_response(const wire::Segment&, const u8* payload) {
+    std::unique_lock lock(tx_mutex_);
+    ++expected_atomic_msn_;
+    if (outstanding_.empty() || !outstanding_.front().is_atomic || outstanding_.front().atomic_id != load_be<u32>(payload)) {
+        lock.unlock();
+        return fail(wire::error::stream_catastrophic);
+    }
+    request_answered(Status::ok, load_be<u64>(payload + 4));
+}
+
+void QueuePair::on_terminate(const u8* payload, u32 n) {
+    wire::TerminateCode code = wire::error::rdmap_unspecified;
+    if (payload && n >= 2) code = {static_cast<u8>(payload[0] >> 4), static_cast<u8>(payload[0] & 15), payload[1]};
+    {
+        std::lock_guard lock(tx_mutex_);
+        // Requests are served in order, so a remote protection error is about the oldest.
+        if (code.layer == 0 && code.type == 1 && !outstanding_.empty()) request_answered(Status::remote_access, 0);
+    }
+    end(code.packed(), completion_flag::remote, Status::ok);
+}
+
+// Answer a plain LOAD here (draft section 8). The receive buffer that it would have used stays posted.
+bool QueuePair::execute(const wire::Segment& s, const u8* payload, u32 n) {
+    if (!has_executor_ || n != kLoadRequest || s.tagged || !s.last || s.offset != 0 || inbound_ || s.msn != expected_send_msn_)
+        return false;
+    if (check_kind(s) || (s.opcode != wire::opcode::send && s.opcode != wire::opcode::send_se)) return false;
+    std::lock_guard lock(tx_mutex_);
+    {
+        std::lock_guard receives(rq_mutex_);
+        // Requests that went up may name the same handle: until they are answered, order is the target's. And what is posted bounds what a
+        // peer may have outstanding, here as there.
+        if (upcalls_ > 0 || receive_queue_.size() <= executor_replies_) return false;
+    }
+    const auto plan = executor_->plan(std::span<const u8, kLoadRequest>(payload, kLoadRequest), pool_->length());
+    if (!plan) return false;
+    ++expected_send_msn_;
+    ++executor_replies_;
+    ++stats_.executed_loads;
+    Message data;
+    data.header.tagged = true;
+    data.header.opcode = wire::opcode::write;
+    data.header.stag = plan->remote_stag;
+    data.header.offset = plan->remote_offset;
+    data.source = pool_;
+    data.source_offset = plan->block_offset;
+    data.length = plan->length;
+    data.snapshot = plan->snapshot;
+    data.owner = Owner::executor_write;
+    data.owner_id = plan->entry;
+    Message answer;
+    answer.header.opcode = plan->invalidate ? wire::opcode::send_invalidate : wire::opcode::send;
+    answer.header.stag = plan->invalidate ? plan->remote_stag : 0;
+    answer.length = kLoadReply;
+    std::copy(plan->reply.begin(), plan->reply.end(), answer.inline_data.begin());
+    answer.owner = Owner::executor_reply;
+    replies_.push_back(std::move(data));
+    replies_.push_back(std::move(answer));
+    replies_waiting_ = true;
+    return true;
+}
+
+// The peer broke a rule: say so with a Terminate, send nothing after it, and read away what still comes.
+void QueuePair::fail(wire::TerminateCode code) {
+    const State s = state_.load();
+    if (s == State::terminating || s == State::dead) return;
+    direct_.active = false;
+    if (is_passive_ && !seen_frame_) return end(code.packed(), 0, Status::ok);
+
+    wire::Quoted quoted;
+    const bool quotes = frame_ && code.layer != 2 && !(code.layer == 0 && code.type == 0);
+    if (quotes) {
+        const u8* body = frame_ + wire::kLengthField;
+        const u32 header = wire::is_tagged(body[0]) ? wire::kTaggedHeader : wire::kUntaggedHeader;
+        quoted.ulpdu_length = static_cast<u16>(frame_ulpdu_);
+        quoted.ddp_header = {body, header};
+        const bool is_read = (body[1] & 15) == wire::opcode::read_request && frame_ulpdu_ == header + wire::kReadRequestHeader;
+        if (code.layer == 0 && code.type == 1 && is_read) quoted.rdma_header = {body + header, wire::kReadRequestHeader};
+    }
+    const std::vector<u8> payload = wire::encode_terminate(code, quoted);
+    Message m;
+    m.header.opcode = wire::opcode::terminate;
+    m.header.qn = wire::queue::terminate;
+    m.header.msn = 1;
+    m.length = static_cast<u32>(payload.size());
+    std::copy(payload.begin(), payload.end(), m.inline_data.begin());
+    m.owner = Owner::terminate;
+
+    std::lock_guard lock(tx_mutex_);
+    state_.store(State::terminating);
+    terminate_value_ = code.packed();
+    if (current_ && current_->owner == Owner::executor_write) executor_->done(current_->owner_id);
+    current_.reset();  // between frames: what is left of its message is never sent
+    terminate_ = std::move(m);
+    set_deadline(kTerminateLinger);
+    if (!write_armed_) pump_and_arm(0);
+}
+
+}  // namespace kbtp

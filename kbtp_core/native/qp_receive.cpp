@@ -1,0 +1,404 @@
+// The receive half: from the socket to registered memory and to completions. Progress thread only.
+#include <sys/socket.h>
+#include <sys/uio.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <climits>
+
+#include "crc32c.hpp"
+#include "device.hpp"
+
+namespace kbtp {
+namespace {
+
+constexpr std::size_t kStaging = 256 * 1024;
+constexpr std::size_t kEventBudget = 2 * 1024 * 1024;  // octets of one pair before the others have their turn
+constexpr u32 kDirectMinimum = 8 * 1024;               // smaller payloads are cheaper to copy than to ask the kernel for
+// Read past a frame that will be placed directly, or staged whole: enough for its trailer and the next frame's header, so that the next
+// one can go directly too.
+constexpr std::size_t kLookAhead = 64;
+
+}  // namespace
+
+void QueuePair::receive() {
+    if (staging_.empty()) staging_.resize(kStaging);
+    for (std::size_t budget = kEventBudget; budget > 0 && is_open();) {
+        const std::ptrdiff_t n = direct_.active && direct_.placed < direct_.payload ? fill_direct() : fill();
+        if (n < 0) {
+            if (errno == EINTR) continue;
+            if (errno != EAGAIN && errno != EWOULDBLOCK) end(wire::error::tcp_lost.packed(), 0, Status::ok);
+            break;
+        }
+        if (n == 0) {
+            if (is_open()) on_end_of_stream();
+            break;
+        }
+        budget -= std::min<std::size_t>(budget, static_cast<std::size_t>(n));
+        if (state_.load() == State::terminating) {
+            begin_ = end_ = 0;  // what comes after an error is read away, so that closing does not reset the connection
+            continue;
+        }
+        parse();
+    }
+    if (replies_waiting_) {
+        replies_waiting_ = false;
+        std::lock_guard lock(tx_mutex_);
+        if (!write_armed_) pump_and_arm(0);
+    }
+    flush_completions();
+}
+
+// Read into the staging buffer. The return value is recv's.
+std::ptrdiff_t QueuePair::fill() {
+    if (begin_ == end_) begin_ = end_ = 0;
+    if (begin_ > 0 && kStaging - end_ < wire::fpdu_size(0xffff) + kLookAhead) {
+        std::memmove(staging_.data(), staging_.data() + begin_, end_ - begin_);
+        end_ -= begin_;
+        begin_ = 0;
+    }
+    const std::size_t available = end_ - begin_;
+    std::size_t want = kStaging - end_;
+    if (available >= wire::kLengthField) {
+        const u32 ulpdu = load_be<u16>(&staging_[begin_]);
+        if (ulpdu > kDirectMinimum) want = std::min(want, wire::fpdu_size(ulpdu) - available + kLookAhead);
+    }
+    const ssize_t n = ::recv(fd_, staging_.data() + end_, want, MSG_DONTWAIT);
+    if (n > 0) {
+        end_ += static_cast<std::size_t>(n);
+        stats_.bytes_received += static_cast<u64>(n);
+    }
+    return n;
+}
+
+// Read the rest of a payload straight to its place, and a little more into the (empty) staging buffer.
+std::ptrdiff_t QueuePair::fill_direct() {
+    const Pin pin(direct_.at.region);
+    if (!pin) {
+        fail(direct_.segment.tagged ? wire::error::tagged_invalid_stag : wire::error::rdmap_catastrophic);
+        errno = EAGAIN;
+        return -1;
+    }
+    const u32 left = direct_.payload - direct_.placed;
+    IoVectors pieces;
+    direct_.at.region->gather(direct_.at.offset + direct_.placed, left, pieces);
+    std::size_t direct_bytes = left;
+    if (pieces.size() >= IOV_MAX) {
+        pieces.resize(IOV_MAX);
+        direct_bytes = 0;
+        for (const iovec& p : pieces) direct_bytes += p.iov_len;
+    }
+    begin_ = end_ = 0;
+    if (direct_bytes == left) {
+        if (pieces.size() == IOV_MAX) {
+            direct_bytes -= pieces.back().iov_len;
+            pieces.pop_back();
+        } else {
+            pieces.push_back({staging_.data(), direct_.segment.last ? std::size_t{4096} : kLookAhead});
+        }
+    }
+    const ssize_t n = ::readv(fd_, pieces.data(), static_cast<int>(pieces.size()));
+    if (n <= 0) return n;
+    stats_.bytes_received += static_cast<u64>(n);
+    std::size_t placed = std::min<std::size_t>(static_cast<std::size_t>(n), direct_bytes);
+    end_ = static_cast<std::size_t>(n) - placed;
+    direct_.placed += static_cast<u32>(placed);
+    for (const iovec& p : pieces) {  // hot in the cache
+        const std::size_t step = std::min(p.iov_len, placed);
+        direct_.crc = crc32c_extend(direct_.crc, p.iov_base, step);
+        placed -= step;
+        if (placed == 0) break;
+    }
+    return n;
+}
+
+void QueuePair::parse() {
+    while (is_open() && state_.load() != State::terminating) {
+        if (direct_.active) {
+            if (!finish_direct()) return;
+            continue;
+        }
+        const std::size_t available = end_ - begin_;
+        if (available < wire::kLengthField) return;
+        const u8* frame = &staging_[begin_];
+        const u32 ulpdu = load_be<u16>(frame);
+        const u32 size = wire::fpdu_size(ulpdu);
+        if (available < size) {
+            if (start_direct(ulpdu, available)) continue;
+            return;
+        }
+        begin_ += size;
+        take_frame(frame, ulpdu);
+    }
+}
+
+// Begin to place a frame that has not wholly arrived, if it is large and goes exactly where it must.
+bool QueuePair::start_direct(u32 ulpdu, std::size_t available) {
+    if (!seen_frame_ || available < wire::kLengthField + wire::kUntaggedHeader || ulpdu < kDirectMinimum + wire::kUntaggedHeader)
+        return false;
+    const u8* frame = &staging_[begin_];
+    const wire::Segment segment = wire::decode_segment(frame + wire::kLengthField);
+    if (check_kind(segment) || !goes_as_foretold(segment)) return false;
+    const u32 header = segment.header_size(), payload = ulpdu - header;
+    Placement at;
+    std::optional<wire::TerminateCode> wrong;
+    if (segment.opcode == wire::opcode::write)
+        wrong = admit_write(segment, payload, at);
+    else if (segment.opcode == wire::opcode::read_response)
+        wrong = admit_read_response(segment, payload, at);
+    else
+        wrong = admit_send(segment, payload, at);
+    if (wrong || !at.region) return false;  // judged again, and failed, once the whole frame and its CRC are here
+
+    const std::size_t head = wire::kLengthField + header, here = available - head;
+    direct_ = Direct{.active = true, .segment = segment, .at = at, .ulpdu = ulpdu, .payload = payload};
+    std::copy_n(frame, head, direct_.head.begin());
+    direct_.crc = crc32c_extend(0, frame, available);
+    if (!place(at, frame + head, static_cast<u32>(here))) return true;
+    direct_.placed = static_cast<u32>(here);
+    begin_ = end_ = 0;
+    return true;
+}
+
+// False while octets of the frame are missing.
+bool QueuePair::finish_direct() {
+    if (direct_.placed < direct_.payload) return false;
+    const u32 pad = wire::pad_for(direct_.ulpdu);
+    if (end_ - begin_ < pad + wire::kCrcField) return false;
+    const u8* tail = &staging_[begin_];
+    const u32 crc = crc32c_extend(direct_.crc, tail, pad);
+    u32 sent = 0;
+    for (int i = 0; i < 4; ++i) sent |= u32{tail[pad + i]} << (8 * i);
+    begin_ += pad + wire::kCrcField;
+    direct_.active = false;
+    ++stats_.fpdus_received;
+    if (crc != sent) {
+        ++stats_.crc_errors;
+        fail(wire::error::bad_crc);
+        return true;
+    }
+    frame_ = direct_.head.data();
+    frame_ulpdu_ = direct_.ulpdu;
+    placed(direct_.segment, nullptr, direct_.payload);
+    return true;
+}
+
+// A whole frame is in the staging buffer: CRC first, then the header, then the payload.
+void QueuePair::take_frame(const u8* frame, u32 ulpdu) {
+    const u32 covered = wire::kLengthField + ulpdu + wire::pad_for(ulpdu);
+    u32 sent = 0;
+    for (int i = 0; i < 4; ++i) sent |= u32{frame[covered + i]} << (8 * i);
+    frame_ = nullptr;
+    ++stats_.fpdus_received;
+    if (crc32c_extend(0, frame, covered) != sent) {
+        ++stats_.crc_errors;
+        return fail(wire::error::bad_crc);
+    }
+    const u8* body = frame + wire::kLengthField;
+    if (ulpdu < wire::kTaggedHeader || (!wire::is_tagged(body[0]) && ulpdu < wire::kUntaggedHeader)) {
+        may_answer();
+        return fail(wire::error::ddp_catastrophic);
+    }
+    frame_ = frame;
+    frame_ulpdu_ = ulpdu;
+    const wire::Segment segment = wire::decode_segment(body);
+    const u32 n = ulpdu - segment.header_size();
+    const u8* payload = body + segment.header_size();
+    const bool first = !seen_frame_;
+    may_answer();
+    if (first && peer_to_peer_ && segment.opcode == wire::opcode::send && !segment.tagged && n == 0 && segment.msn == 1) {
+        ++expected_send_msn_;  // the ready-to-receive Send of RFC 6581 is not for the ULP
+        return;
+    }
+    if (execute(segment, payload, n)) return;
+    const auto at = admit(segment, n);
+    if (!at) return;
+    if (!place(*at, payload, n)) return;
+    placed(segment, payload, n);
+}
+
+// One good frame has arrived: from now on the passive side may send.
+void QueuePair::may_answer() {
+    if (seen_frame_) return;
+    seen_frame_ = true;
+    if (!is_passive_) return;
+    deadline = TimePoint::max();
+    std::lock_guard lock(tx_mutex_);
+    may_send_ = true;
+    pump_and_arm(0);
+}
+
+bool QueuePair::place(const Placement& at, const u8* payload, u32 n) {
+    if (!at.region || n == 0) return true;
+    const Pin pin(at.region);
+    if (!pin) {
+        fail(wire::error::tagged_invalid_stag);
+        return false;
+    }
+    IoVectors pieces;
+    at.region->gather(at.offset, n, pieces);
+    for (const iovec& p : pieces) {
+        std::memcpy(p.iov_base, payload, p.iov_len);
+        payload += p.iov_len;
+    }
+    return true;
+}
+
+// Version, opcode, tagged or not, and queue must agree (iwarp-reference 3.1 and 3.4).
+std::optional<wire::TerminateCode> QueuePair::check_kind(const wire::Segment& s) const {
+    namespace op = wire::opcode;
+    if (s.ddp_version != 1) return s.tagged ? wire::error::tagged_version : wire::error::untagged_version;
+    if (s.rdmap_version != 1) return wire::error::rdmap_version;
+    if (s.opcode > op::atomic_response) return wire::error::unexpected_opcode;
+    const bool must_be_tagged = s.opcode == op::write || s.opcode == op::read_response;
+    if (s.tagged != must_be_tagged) return wire::error::unexpected_opcode;
+    if (s.tagged) return {};
+    u32 qn = wire::queue::send;
+    if (s.opcode == op::read_request || s.opcode == op::atomic_request) qn = wire::queue::request;
+    if (s.opcode == op::terminate) qn = wire::queue::terminate;
+    if (s.opcode == op::atomic_response) qn = wire::queue::atomic_response;
+    if (s.qn != qn) return wire::error::untagged_qn;
+    return {};
+}
+
+std::optional<QueuePair::Placement> QueuePair::admit(const wire::Segment& s, u32 n) {
+    namespace op = wire::opcode;
+    Placement at;
+    std::optional<wire::TerminateCode> wrong = check_kind(s);
+    // Messages of one segment with a header of fixed size, on a queue of their own.
+    const auto single = [&](u32 expected_msn, u32 size) -> std::optional<wire::TerminateCode> {
+        if (s.msn != expected_msn) return wire::error::untagged_msn;
+        if (s.offset != 0) return wire::error::untagged_offset;
+        if (n > size) return wire::error::untagged_too_long;
+        if (n < size || !s.last) return wire::error::rdmap_unspecified;
+        return {};
+    };
+    if (!wrong) switch (s.opcode) {
+            case op::write:
+                wrong = admit_write(s, n, at);
+                break;
+            case op::read_response:
+                wrong = admit_read_response(s, n, at);
+                break;
+            case op::read_request:
+                wrong = single(expected_request_msn_, wire::kReadRequestHeader);
+                break;
+            case op::atomic_request:
+                wrong = single(expected_request_msn_, wire::kAtomicRequestHeader);
+                break;
+            case op::atomic_response:
+                wrong = single(expected_atomic_msn_, wire::kAtomicResponseHeader);
+                break;
+            case op::terminate:
+                break;  // leniently: its sender is gone anyway
+            default:
+                wrong = admit_send(s, n, at);
+        }
+    if (!wrong && (s.opcode == op::read_request || s.opcode == op::atomic_request)) {
+        std::lock_guard lock(tx_mutex_);
+        if (inbound_requests_ >= limits_.ird) wrong = wire::error::untagged_no_buffer;
+    }
+    if (wrong) {
+        fail(*wrong);
+        return {};
+    }
+    return at;
+}
+
+std::optional<wire::TerminateCode> QueuePair::admit_write(const wire::Segment& s, u32 n, Placement& at) const {
+    if (n == 0) return s.last ? std::nullopt : std::optional(wire::error::rdmap_unspecified);  // STag and offset must not be looked at
+    const RegionPtr region = device_->regions().find(s.stag);
+    if (!region || !region->is_valid()) return wire::error::tagged_invalid_stag;
+    if (region->pd() != pd_) return wire::error::tagged_other_stream;
+    if (!region->has(access::remote_write)) return wire::error::tagged_invalid_stag;
+    if (s.offset + n < s.offset) return wire::error::tagged_wrap;
+    if (!region->contains(s.offset, n)) return wire::error::tagged_bounds;
+    at = {region, s.offset};
+    return {};
+}
+
+std::optional<wire::TerminateCode> QueuePair::admit_read_response(const wire::Segment& s, u32 n, Placement& at) {
+    std::lock_guard lock(tx_mutex_);
+    if (outstanding_.empty() || outstanding_.front().is_atomic) return wire::error::unexpected_opcode;
+    const Outstanding& o = outstanding_.front();
+    if (o.length == 0) return n == 0 && s.last ? std::nullopt : std::optional(wire::error::tagged_bounds);
+    if (s.stag != o.sink_stag) return wire::error::tagged_invalid_stag;
+    if (s.offset != o.sink_offset + o.received || n > o.length - o.received || n == 0) return wire::error::tagged_bounds;
+    if (s.last != (o.received + n == o.length)) return wire::error::tagged_bounds;
+    if (!o.sink->is_valid()) return wire::error::tagged_invalid_stag;
+    at = {o.sink, s.offset};
+    return {};
+}
+
+std::optional<wire::TerminateCode> QueuePair::admit_send(const wire::Segment& s, u32 n, Placement& at) {
+    if (s.msn != expected_send_msn_) return wire::error::untagged_msn;
+    if (inbound_) {
+        if (s.opcode != inbound_->opcode || s.stag != inbound_->stag) return wire::error::unexpected_opcode;
+        if (s.offset != inbound_->received) return wire::error::untagged_offset;
+    } else if (s.offset != 0) {
+        return wire::error::untagged_offset;
+    }
+    const bool immediate = s.opcode == wire::opcode::immediate || s.opcode == wire::opcode::immediate_se;
+    if (immediate && (n != wire::kImmediateData || !s.last)) return wire::error::rdmap_unspecified;
+    if (n == 0 && !s.last) return wire::error::rdmap_unspecified;
+    if (!inbound_) {
+        std::lock_guard lock(rq_mutex_);
+        if (receive_queue_.empty()) return wire::error::untagged_no_buffer;
+        inbound_ = Inbound{receive_queue_.front(), s.opcode, s.stag};
+        receive_queue_.pop_front();
+    }
+    if (immediate) return {};
+    const Receive& buffer = inbound_->buffer;
+    if (n > buffer.request.length - inbound_->received) return wire::error::untagged_too_long;
+    if (!buffer.region && n > 0) {
+        push_later({buffer.request.wr_id, number_, Op::receive, Status::local_protection, 0, 0, 0, 0});
+        inbound_.reset();
+        return wire::error::rdmap_catastrophic;
+    }
+    at = {buffer.region, buffer.request.offset + inbound_->received};
+    return {};
+}
+
+// Whether a header that no CRC vouches for yet can only mean what the frames before it said would come.
+bool QueuePair::goes_as_foretold(const wire::Segment& s) const {
+    if (s.opcode == wire::opcode::write) return write_open_ && s.stag == write_stag_ && s.offset == write_next_;
+    // A Read response and a Send are compared with the outstanding Read and the posted receive by `admit_*`.
+    return s.opcode == wire::opcode::read_response || (s.opcode >= wire::opcode::send && s.opcode <= wire::opcode::send_se_invalidate);
+}
+
+void QueuePair::placed(const wire::Segment& s, const u8* payload, u32 n) {
+    namespace op = wire::opcode;
+    stats_.messages_received += s.last;
+    switch (s.opcode) {
+        case op::write:
+            write_open_ = !s.last;
+            write_stag_ = s.stag;
+            write_next_ = s.offset + n;
+            break;
+        case op::read_response:
+            on_read_response(s, n);
+            break;
+        case op::read_request:
+            on_read_request(s, payload);
+            break;
+        case op::atomic_request:
+            on_atomic_request(s, payload);
+            break;
+        case op::atomic_response:
+            on_atomic_response(s, payload);
+            break;
+        case op::terminate:
+            on_terminate(payload, n);
+            break;
+        default:
+            inbound_->received += n;
+            if (s.last) deliver_send(s, payload);
+    }
+}
+
+void QueuePair::flush_completions() {
+    cq_->push(pending_);
+    pending_.clear();
+}
+
+}  // namespace kbtp

@@ -1,0 +1,442 @@
+// The transmit half: from posted requests to frames on the socket. Everything here runs under tx_mutex_, on the progress thread
+// or on the thread that posted.
+#include <sys/epoll.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <climits>
+
+#include "crc32c.hpp"
+#include "device.hpp"
+
+namespace kbtp {
+namespace {
+
+// A burst is what one sendmsg is given: enough frames to make the call worth it, few enough that the CRC of the next burst is
+// computed while the peer takes this one.
+constexpr std::size_t kBurstBytes = 128 * 1024, kBurstFrames = 64, kBurstPieces = 512;
+// Payloads up to this are copied beside their header: one piece instead of three, and nothing can change under the CRC.
+constexpr u32 kCopyPayload = 256;
+constexpr std::size_t kFrameArena = wire::kLengthField + wire::kUntaggedHeader + kCopyPayload + 3 + wire::kCrcField;
+// What the thread that posts sends itself before it leaves the rest to the progress thread.
+constexpr std::size_t kInlineBudget = 512 * 1024;
+constexpr std::size_t kEventBudget = 2 * 1024 * 1024;
+
+bool is_request(Op op) { return op == Op::read || op == Op::fetch_add || op == Op::cmp_swap; }
+bool uses_local_memory(const WorkRequest& r) { return r.length > 0 && (r.op <= Op::read); }
+
+u8 opcode_for(Op op) {
+    switch (op) {
+        case Op::send:
+            return wire::opcode::send;
+        case Op::send_invalidate:
+            return wire::opcode::send_invalidate;
+        case Op::send_se:
+            return wire::opcode::send_se;
+        case Op::send_se_invalidate:
+            return wire::opcode::send_se_invalidate;
+        case Op::write:
+            return wire::opcode::write;
+        case Op::read:
+            return wire::opcode::read_request;
+        case Op::immediate:
+            return wire::opcode::immediate;
+        case Op::immediate_se:
+            return wire::opcode::immediate_se;
+        default:
+            return wire::opcode::atomic_request;
+    }
+}
+
+}  // namespace
+
+QueuePair::Posted QueuePair::post_send(std::span<const WorkRequest> requests) {
+    // Regions are looked up before the lock: it is the device's table.
+    std::vector<SendEntry> entries;
+    entries.reserve(requests.size());
+    for (const WorkRequest& r : requests) {
+        SendEntry e{.request = r, .local = nullptr};
+        if (uses_local_memory(r)) {
+            e.local = device_->regions().find(r.local_stag);
+            e.bad_local = !e.local || e.local->pd() != pd_ || !e.local->contains(r.local_offset, r.length) ||
+                          (r.op == Op::read && !e.local->has(access::local_write));
+        }
+        entries.push_back(std::move(e));
+    }
+    std::lock_guard lock(tx_mutex_);
+    const State s = state_.load();
+    if (s == State::idle || s >= State::closing || broken_ || finishing_) return Posted::closed;
+    if (send_queue_.size() + entries.size() > limits_.send_depth) return Posted::full;
+    std::move(entries.begin(), entries.end(), std::back_inserter(send_queue_));
+    if (!write_armed_) pump_and_arm(kInlineBudget);
+    return Posted::ok;
+}
+
+// Make frames and give them to the socket until there is nothing to do, the socket is full, or `budget` octets went out.
+QueuePair::Pumped QueuePair::pump(std::size_t budget) {
+    if (!may_send_ || broken_ || fd_ < 0) return Pumped::idle;
+    for (std::size_t sent = 0;;) {
+        if (burst_.empty()) {
+            build_burst();
+            if (burst_.empty()) return broken_ ? Pumped::broken : Pumped::idle;
+        }
+        const std::size_t size = burst_.payload_bytes;
+        if (const Pumped result = send_burst(); result != Pumped::idle) return result;
+        finish_burst();
+        sent += size;
+        if (sent >= budget) return Pumped::more;
+    }
+}
+
+void QueuePair::pump_and_arm(std::size_t budget) {
+    const Pumped result = pump(budget ? budget : kEventBudget);
+    stats_.socket_stalls += result == Pumped::blocked;
+    arm_write(result == Pumped::blocked || result == Pumped::more);
+    retire();
+    if (finishing_ && !fin_sent_ && drained() && fd_ >= 0) {
+        fin_sent_ = true;
+        ::shutdown(fd_, SHUT_WR);
+    }
+    if (fin_sent_ && peer_finished_ && state_.load() == State::closing)
+        device_->submit([self = shared_from_this()] { self->end(0, 0, Status::ok); });
+}
+
+void QueuePair::arm_write(bool wanted) {
+    if (wanted == write_armed_ || !in_epoll_) return;
+    write_armed_ = wanted;
+    device_->rearm(fd_, this, (reading_ ? EPOLLIN : 0u) | (wanted ? EPOLLOUT : 0u));
+}
+
+void QueuePair::build_burst() {
+    burst_.pieces.clear();
+    burst_.regions.clear();
+    burst_.next = burst_.arena_used = burst_.copy_used = burst_.payload_bytes = burst_.fpdus = 0;
+    while (burst_.fpdus < kBurstFrames && burst_.payload_bytes < kBurstBytes && burst_.pieces.size() < kBurstPieces && !broken_) {
+        if (!current_ && !take_next()) break;
+        if (!append_segment(*current_)) break;
+        if (current_->sent == current_->length) {
+            burst_.finished.push_back(std::move(*current_));
+            current_.reset();
+        }
+    }
+    if (broken_) burst_.pieces.clear();
+}
+
+// Choose the message that goes next. A Terminate ends everything; otherwise replies and posted requests take turns.
+bool QueuePair::take_next() {
+    if (terminate_) {
+        current_ = std::move(terminate_);
+        terminate_.reset();
+        return true;
+    }
+    if (state_.load() == State::terminating) return false;
+    for (int turn = 0; turn < 2; ++turn) {
+        prefer_replies_ = !prefer_replies_;
+        if (prefer_replies_ && !replies_.empty()) {
+            current_ = std::move(replies_.front());
+            replies_.pop_front();
+            if (current_->owner == Owner::executor_reply) current_->header.msn = send_msn_++;
+            // An executor's reply follows its data without another message between, so that both leave in one burst.
+            if (current_->owner == Owner::executor_write) prefer_replies_ = false;
+            return true;
+        }
+        if (!prefer_replies_ && take_work_request()) return true;
+    }
+    return false;
+}
+
+bool QueuePair::take_work_request() {
+    if (sent_to_ == send_base_ + send_queue_.size()) return false;
+    SendEntry& e = entry(sent_to_);
+    const WorkRequest& r = e.request;
+    if (e.bad_local) {
+        e.status = Status::local_protection;
+        e.state = EntryState::done;
+        fail_transmit(0);
+        return false;
+    }
+    if ((r.flags & wr_flag::fence) && !outstanding_.empty()) return false;
+    if (is_request(r.op) && outstanding_.size() >= ord_) {
+        ++stats_.ord_stalls;
+        return false;
+    }
+    Message m = message_for(e);
+    m.owner_id = sent_to_;
+    if (!m.header.tagged) m.header.msn = is_request(r.op) ? request_msn_++ : send_msn_++;
+    if (is_request(r.op)) {
+        const bool atomic = r.op != Op::read;
+        Outstanding o{sent_to_, atomic, 0, r.local_stag, r.local_offset, r.length, 0, e.local};
+        if (atomic) {
+            o.atomic_id = next_atomic_id_++;
+            wire::encode(wire::AtomicRequest{r.op == Op::fetch_add ? wire::kFetchAdd : wire::kCmpSwap, o.atomic_id, r.remote_stag,
+                                             r.remote_offset, r.operand, r.mask, r.op == Op::cmp_swap ? r.compare : 0,
+                                             r.op == Op::cmp_swap ? r.compare_mask : ~u64{0}},
+                         m.inline_data.data());
+        }
+        outstanding_.push_back(std::move(o));
+        e.state = EntryState::awaiting_response;
+    }
+    ++sent_to_;
+    ++stats_.messages_sent;
+    current_ = std::move(m);
+    return true;
+}
+
+// The DDP message of a work request; MSN and atomic header are filled in when it is taken.
+QueuePair::Message QueuePair::message_for(const SendEntry& e) {
+    const WorkRequest& r = e.request;
+    Message m;
+    m.header.opcode = opcode_for(r.op);
+    switch (r.op) {
+        case Op::write:
+            m.header.tagged = true;
+            m.header.stag = r.remote_stag;
+            m.header.offset = r.remote_offset;
+            break;
+        case Op::read:
+            m.header.qn = wire::queue::request;
+            m.length = wire::kReadRequestHeader;
+            wire::encode(wire::ReadRequest{r.local_stag, r.local_offset, r.length, r.remote_stag, r.remote_offset}, m.inline_data.data());
+            return m;
+        case Op::fetch_add:
+        case Op::cmp_swap:
+            m.header.qn = wire::queue::request;
+            m.length = wire::kAtomicRequestHeader;
+            return m;
+        case Op::immediate:
+        case Op::immediate_se:
+            m.length = wire::kImmediateData;
+            store_be<u64>(m.inline_data.data(), r.operand);
+            return m;
+        case Op::send_invalidate:
+        case Op::send_se_invalidate:
+            m.header.stag = r.remote_stag;
+            break;
+        default:
+            break;
+    }
+    m.source = e.local;
+    m.source_offset = r.local_offset;
+    m.length = r.length;
+    m.snapshot = r.flags & wr_flag::snapshot;
+    return m;
+}
+
+// One frame: [length, DDP header, (small payload)] [payload pieces] [pad, CRC]. The trailer of one frame and the head of the next are
+// neighbours in the arena and become one piece. False if the source is gone.
+bool QueuePair::append_segment(Message& m) {
+    const Pin pin(m.source);
+    if (m.source && !pin) {
+        source_gone(m);
+        return false;
+    }
+    const u32 header = m.header.header_size();
+    u32 room = device_->options().mulpdu - header;
+    if (room >= 4096) room &= ~u32{4095};  // whole pages a frame
+    const u32 n = std::min(room, m.length - m.sent);
+    m.header.last = m.sent + n == m.length;
+
+    u8* head = arena_.data() + burst_.arena_used;
+    std::size_t used = wire::kLengthField + header;
+    store_be<u16>(head, static_cast<u16>(header + n));
+    wire::encode_segment(m.header, head + wire::kLengthField);
+    u32 crc = crc32c_extend(0, head, used);
+
+    if (!burst_.pieces.empty() && static_cast<u8*>(burst_.pieces.back().iov_base) + burst_.pieces.back().iov_len == head)
+        burst_.pieces.back().iov_len += used;
+    else
+        burst_.pieces.push_back({head, used});
+    if (n > 0) gather_payload(m, n, head, used, crc);
+
+    u8* tail = head + used;
+    const u32 pad = wire::pad_for(header + n);
+    std::memset(tail, 0, pad);
+    crc = crc32c_extend(crc, tail, pad);
+    // The only little-endian field of the protocol (1.5).
+    for (int i = 0; i < 4; ++i) tail[pad + i] = static_cast<u8>(crc >> (8 * i));
+    const std::size_t trailer = pad + wire::kCrcField;
+    if (static_cast<u8*>(burst_.pieces.back().iov_base) + burst_.pieces.back().iov_len == tail)
+        burst_.pieces.back().iov_len += trailer;
+    else
+        burst_.pieces.push_back({tail, trailer});
+
+    burst_.arena_used += used + trailer;
+    burst_.payload_bytes += n + used + trailer;
+    ++burst_.fpdus;
+    ++stats_.fpdus_sent;
+    m.header.offset += n;
+    m.sent += n;
+    return true;
+}
+
+// A local source that its owner gave up, or the source of a peer's Read that was invalidated after the request was admitted.
+void QueuePair::source_gone(Message& m) {
+    if (m.owner == Owner::work_request) {
+        entry(m.owner_id).status = Status::local_protection;
+        entry(m.owner_id).state = EntryState::done;
+    }
+    if (m.owner == Owner::response) {
+        current_.reset();
+        device_->submit([self = shared_from_this()] { self->fail(wire::error::rdmap_invalid_stag); });
+    } else {
+        fail_transmit(0);
+    }
+}
+
+// Add `n` octets of the message's payload, whose region is pinned, to the burst and to the CRC.
+void QueuePair::gather_payload(Message& m, u32 n, u8* head, std::size_t& used, u32& crc) {
+    if (!m.source) {
+        std::memcpy(head + used, m.inline_data.data() + m.sent, n);
+        crc = crc32c_extend(crc, head + used, n);
+        burst_.pieces.back().iov_len += n;
+        used += n;
+        return;
+    }
+    if (m.snapshot && copy_arena_.empty()) copy_arena_.resize(kBurstBytes + wire::kMaxUlpdu);
+    const std::size_t first = burst_.pieces.size();
+    m.source->gather(m.source_offset + m.sent, n, burst_.pieces);
+    u8* copy = n <= kCopyPayload ? head + used : m.snapshot ? copy_arena_.data() + burst_.copy_used : nullptr;
+    if (!copy) {
+        for (std::size_t i = first; i < burst_.pieces.size(); ++i)
+            crc = crc32c_extend(crc, burst_.pieces[i].iov_base, burst_.pieces[i].iov_len);
+        if (burst_.regions.empty() || burst_.regions.back() != m.source) burst_.regions.push_back(m.source);
+        return;
+    }
+    u8* at = copy;
+    for (std::size_t i = first; i < burst_.pieces.size(); ++i) {
+        std::memcpy(at, burst_.pieces[i].iov_base, burst_.pieces[i].iov_len);
+        at += burst_.pieces[i].iov_len;
+    }
+    burst_.pieces.resize(first);
+    crc = crc32c_extend(crc, copy, n);
+    if (n <= kCopyPayload) {
+        burst_.pieces.back().iov_len += n;
+        used += n;
+    } else {
+        burst_.pieces.push_back({copy, n});
+        burst_.copy_used += n;
+    }
+}
+
+QueuePair::Pumped QueuePair::send_burst() {
+    while (!burst_.empty()) {
+        std::vector<Pin> pins;
+        pins.reserve(burst_.regions.size());
+        for (const RegionPtr& region : burst_.regions) {
+            pins.emplace_back(region);
+            if (!pins.back()) {  // invalidated with a frame half sent: the stream cannot go on
+                fail_transmit(wire::error::rdmap_invalid_stag.packed());
+                return Pumped::broken;
+            }
+        }
+        msghdr message{};
+        message.msg_iov = &burst_.pieces[burst_.next];
+        message.msg_iovlen = std::min<std::size_t>(burst_.pieces.size() - burst_.next, IOV_MAX);
+        ssize_t n = ::sendmsg(fd_, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+        if (n < 0) {
+            if (errno == EINTR) continue;
+            if (errno == EAGAIN || errno == EWOULDBLOCK) return Pumped::blocked;
+            fail_transmit(wire::error::tcp_lost.packed());
+            return Pumped::broken;
+        }
+        stats_.bytes_sent += static_cast<u64>(n);
+        while (n > 0) {
+            iovec& piece = burst_.pieces[burst_.next];
+            const std::size_t step = std::min<std::size_t>(piece.iov_len, static_cast<std::size_t>(n));
+            piece.iov_base = static_cast<u8*>(piece.iov_base) + step;
+            piece.iov_len -= step;
+            n -= static_cast<ssize_t>(step);
+            if (piece.iov_len == 0) ++burst_.next;
+        }
+    }
+    return Pumped::idle;
+}
+
+// The socket has taken the burst: the messages that end in it are done with their memory.
+void QueuePair::finish_burst() {
+    for (Message& m : burst_.finished) {
+        switch (m.owner) {
+            case Owner::work_request:
+                // A Read may have been answered, and retired, while the rest of its burst waited for the socket.
+                if (m.owner_id >= send_base_ && entry(m.owner_id).state == EntryState::queued) entry(m.owner_id).state = EntryState::done;
+                break;
+            case Owner::response:
+                --inbound_requests_;
+                break;
+            case Owner::executor_write:
+                executor_->done(m.owner_id);
+                break;
+            case Owner::executor_reply:
+                --executor_replies_;
+                break;
+            case Owner::terminate:
+                fin_sent_ = true;
+                ::shutdown(fd_, SHUT_WR);
+                break;
+        }
+    }
+    burst_.finished.clear();
+    burst_.pieces.clear();
+    burst_.next = 0;
+    burst_.regions.clear();
+}
+
+// Report finished requests, oldest first and none past an unfinished one (RFC 5040 section 5.5 rule 15).
+void QueuePair::retire() {
+    std::vector<Completion> done;
+    while (!send_queue_.empty() && send_queue_.front().state == EntryState::done) {
+        const SendEntry& e = send_queue_.front();
+        if ((e.request.flags & wr_flag::signaled) || e.status != Status::ok)
+            done.push_back({e.request.wr_id, number_, e.request.op, e.status, 0, e.request.length, 0, e.value});
+        send_queue_.pop_front();
+        ++send_base_;
+    }
+    sent_to_ = std::max(sent_to_, send_base_);  // an entry can fail before it is taken
+    cq_->push(done);
+}
+
+// The peer has answered the oldest outstanding Read or atomic.
+void QueuePair::request_answered(Status status, u64 value) {
+    SendEntry& e = entry(outstanding_.front().send_index);
+    e.state = EntryState::done;
+    e.status = status;
+    e.value = value;
+    outstanding_.pop_front();
+    if (write_armed_)
+        retire();
+    else
+        pump_and_arm(0);  // a fence or the ORD limit may have opened
+}
+
+// The socket or the memory failed under the transmit half: the progress thread ends the pair.
+void QueuePair::fail_transmit(u64 value) {
+    if (broken_) return;
+    broken_ = true;
+    device_->submit([self = shared_from_this(), value] { self->end(value, 0, Status::ok); });
+}
+
+// Everything that was posted and is not done fails; called once, from `end`.
+void QueuePair::flush_queues() {
+    std::vector<Completion> flushed;
+    for (SendEntry& e : send_queue_) {
+        if (e.state != EntryState::done) e.status = Status::flushed;
+        if ((e.request.flags & wr_flag::signaled) || e.status != Status::ok)
+            flushed.push_back({e.request.wr_id, number_, e.request.op, e.status, 0, 0, 0, e.value});
+    }
+    send_queue_.clear();
+    sent_to_ = send_base_;
+    auto release = [&](const Message& m) {
+        if (m.owner == Owner::executor_write) executor_->done(m.owner_id);
+    };
+    for (const Message& m : burst_.finished) release(m);
+    for (const Message& m : replies_) release(m);
+    if (current_) release(*current_);
+    burst_ = Burst{};
+    replies_.clear();
+    current_.reset();
+    outstanding_.clear();
+    cq_->push(flushed);
+}
+
+}  // namespace kbtp

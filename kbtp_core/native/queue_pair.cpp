@@ -1,0 +1,338 @@
+// Life of a queue pair: start-up (RFC 5044 section 7.1, RFC 6581), the calls of other threads, and the end.
+#include "queue_pair.hpp"
+
+#include <netdb.h>
+#include <netinet/in.h>
+#include <sys/epoll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <stdexcept>
+
+#include "device.hpp"
+
+namespace kbtp {
+namespace {
+
+constexpr std::size_t kFrameArenaTotal = 64 * 512;  // kBurstFrames frames' headers, small payloads and trailers
+
+}  // namespace
+
+QueuePair::QueuePair(std::shared_ptr<Device> device, u32 number, u32 pd, std::shared_ptr<CompletionQueue> cq, QueueLimits limits)
+    : device_(std::move(device)),
+      number_(number),
+      pd_(pd),
+      cq_(std::move(cq)),
+      limits_(limits),
+      next_atomic_id_(device_->options().first_atomic_id),
+      ord_(limits.ord) {
+    arena_.resize(kFrameArenaTotal);
+}
+
+QueuePair::~QueuePair() {
+    if (fd_ >= 0) ::close(fd_);
+}
+
+std::string QueuePair::peer() const {
+    std::lock_guard lock(info_mutex_);
+    return peer_;
+}
+
+std::vector<u8> QueuePair::peer_private_data() const {
+    std::lock_guard lock(info_mutex_);
+    return peer_private_data_;
+}
+
+bool QueuePair::is_open() const {
+    const State s = state_.load();
+    return s != State::idle && s != State::dead;
+}
+
+void QueuePair::set_deadline(double seconds) {
+    deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+    device_->time(shared_from_this());
+}
+
+// --- calls of any thread -----------------------------------------------------------------------------------------------------
+
+void QueuePair::connect(const std::string& host, u16 port, std::vector<u8> private_data) {
+    if (private_data.size() > wire::kMaxUlpPrivateData) throw std::invalid_argument("private data is longer than 252 octets");
+    addrinfo hints{}, *found = nullptr;
+    hints.ai_family = AF_UNSPEC;
+    hints.ai_socktype = SOCK_STREAM;
+    if (const int e = ::getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found); e != 0)
+        throw std::invalid_argument("cannot resolve " + host + ": " + ::gai_strerror(e));
+    const std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)> guard(found, ::freeaddrinfo);
+    const int fd = ::socket(found->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    if (fd < 0) throw std::runtime_error("cannot make a socket: " + std::string(std::strerror(errno)));
+    {
+        std::lock_guard lock(info_mutex_);
+        peer_ = host + ":" + std::to_string(port);
+    }
+    startup_private_data_ = std::move(private_data);
+    const int result = ::connect(fd, found->ai_addr, found->ai_addrlen);
+    const int error = result == 0 ? 0 : errno;
+    device_->submit([self = shared_from_this(), fd, error] {
+        std::unique_lock lock(self->tx_mutex_);
+        if (self->state_.load() != State::idle) {
+            ::close(fd);
+            return;
+        }
+        self->fd_ = fd;
+        self->state_.store(State::connecting);
+        lock.unlock();
+        if (error != 0 && error != EINPROGRESS) return self->end(0, 0, Status::connect_failed);
+        self->in_epoll_ = true;
+        self->device_->watch(fd, self.get(), EPOLLOUT);
+        self->set_deadline(self->limits_.startup_timeout_s);
+    });
+}
+
+void QueuePair::accept(std::vector<u8> private_data) {
+    if (private_data.size() > wire::kMaxUlpPrivateData) throw std::invalid_argument("private data is longer than 252 octets");
+    device_->submit([self = shared_from_this(), data = std::move(private_data)]() mutable {
+        if (self->state_.load() != State::requested) return;
+        wire::Startup reply;
+        reply.is_reply = true;
+        reply.revision = self->request_.revision;
+        reply.enhanced = self->request_.enhanced;
+        reply.private_data = std::move(data);
+        if (reply.enhanced) {
+            reply.peer_to_peer = self->request_.peer_to_peer;
+            // Every kind of ready-to-receive frame is understood.
+            reply.rtr_send = reply.rtr_write = reply.rtr_read = reply.peer_to_peer;
+            reply.ird = self->request_.ord == wire::kNoNegotiation ? wire::kNoNegotiation : std::max<u16>(self->limits_.ird, 1);
+            reply.ord = self->request_.ird == wire::kNoNegotiation ? wire::kNoNegotiation : std::min(self->limits_.ord, self->request_.ird);
+            if (self->request_.ird != wire::kNoNegotiation) self->ord_ = std::min(self->ord_, self->request_.ird);
+        }
+        self->peer_to_peer_ = reply.peer_to_peer;
+        const std::vector<u8> frame = wire::encode_startup(reply);
+        const ssize_t n = ::send(self->fd_, frame.data(), frame.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+        if (n != static_cast<ssize_t>(frame.size())) return self->end(wire::error::tcp_lost.packed(), 0, Status::connect_failed);
+        self->in_epoll_ = true;
+        self->device_->watch(self->fd_, self.get(), EPOLLIN);
+        self->set_deadline(self->limits_.startup_timeout_s);
+        self->connected();
+    });
+}
+
+QueuePair::Posted QueuePair::post_receive(std::span<const ReceiveRequest> requests) {
+    std::vector<Receive> buffers;
+    buffers.reserve(requests.size());
+    for (const ReceiveRequest& r : requests) {
+        RegionPtr region = device_->regions().find(r.stag);
+        if (region && (region->pd() != pd_ || !region->has(access::local_write) || !region->contains(r.offset, r.length))) region = nullptr;
+        buffers.push_back({r, std::move(region)});  // a bad one fails when it is used, as on hardware
+    }
+    std::lock_guard lock(rq_mutex_);
+    if (state_.load() >= State::terminating) return Posted::closed;
+    if (receive_queue_.size() + buffers.size() > limits_.receive_depth) return Posted::full;
+    std::move(buffers.begin(), buffers.end(), std::back_inserter(receive_queue_));
+    upcalls_ -= std::min<u32>(upcalls_, static_cast<u32>(requests.size()));
+    return Posted::ok;
+}
+
+void QueuePair::attach_executor(std::shared_ptr<Executor> executor, RegionPtr pool) {
+    if (pool->pd() != pd_) throw std::invalid_argument("the pool region is of another protection domain than this queue pair");
+    std::lock_guard lock(tx_mutex_);
+    if (executor_) throw std::invalid_argument("this queue pair has an executor already");
+    executor_ = std::move(executor);
+    pool_ = std::move(pool);
+    has_executor_ = true;
+}
+
+void QueuePair::close(double timeout_s) {
+    device_->submit([self = shared_from_this(), timeout_s] {
+        const State s = self->state_.load();
+        if (s == State::idle || s == State::connecting || s == State::requested) return self->end(0, 0, Status::connect_failed);
+        if (s != State::ready) return;
+        self->set_deadline(timeout_s);
+        std::lock_guard lock(self->tx_mutex_);
+        self->state_.store(State::closing);
+        self->finishing_ = true;
+        if (!self->may_send_) {  // nothing may be said yet, and nothing is
+            self->device_->submit([self] { self->end(0, 0, Status::ok); });
+            return;
+        }
+        if (!self->write_armed_) self->pump_and_arm(0);
+    });
+}
+
+void QueuePair::abort() {
+    device_->submit([self = shared_from_this()] { self->end(0, 0, Status::ok); });
+}
+
+QueuePairStats QueuePair::stats() {
+    std::lock_guard lock(tx_mutex_);
+    return stats_;
+}
+
+// --- progress thread -----------------------------------------------------------------------------------------------------------
+
+void QueuePair::adopt(int fd, std::string peer, wire::Startup request) {
+    fd_ = fd;
+    peer_ = std::move(peer);
+    peer_private_data_ = request.private_data;
+    request_ = std::move(request);
+    is_passive_ = true;
+    state_.store(State::requested);
+}
+
+void QueuePair::on_event(u32 events) {
+    switch (state_.load()) {
+        case State::connecting:
+            if (events & (EPOLLOUT | EPOLLERR | EPOLLHUP)) on_tcp_connected();
+            return;
+        case State::requested:
+            if (!is_passive_) read_reply();
+            return;
+        case State::idle:
+        case State::dead:
+            return;
+        default:
+            break;
+    }
+    if (events & EPOLLOUT) {
+        std::lock_guard lock(tx_mutex_);
+        pump_and_arm(0);
+    }
+    if (reading_ && (events & (EPOLLIN | EPOLLHUP | EPOLLERR)))
+        receive();
+    else if (events & (EPOLLHUP | EPOLLERR))
+        end(wire::error::tcp_lost.packed(), 0, Status::ok);
+}
+
+void QueuePair::on_deadline() {
+    switch (state_.load()) {
+        case State::connecting:
+        case State::requested:
+            return end(0, 0, Status::connect_failed);
+        case State::terminating:
+            return end(terminate_value_, 0, Status::ok);
+        case State::closing:
+            return end(0, 0, Status::ok);
+        case State::ready:  // the passive side waited for a first frame
+            if (is_passive_ && !seen_frame_) end(wire::error::bad_startup.packed(), 0, Status::ok);
+            return;
+        default:
+            return;
+    }
+}
+
+void QueuePair::on_tcp_connected() {
+    int error = 0;
+    socklen_t size = sizeof error;
+    if (::getsockopt(fd_, SOL_SOCKET, SO_ERROR, &error, &size) != 0 || error != 0) return end(0, 0, Status::connect_failed);
+    device_->configure_socket(fd_, is_local_address(fd_));
+    wire::Startup request;
+    request.ird = limits_.ird;
+    request.ord = limits_.ord;
+    request.private_data = startup_private_data_;
+    const std::vector<u8> frame = wire::encode_startup(request);
+    if (::send(fd_, frame.data(), frame.size(), MSG_NOSIGNAL | MSG_DONTWAIT) != static_cast<ssize_t>(frame.size()))
+        return end(0, 0, Status::connect_failed);
+    state_.store(State::requested);
+    device_->rearm(fd_, this, EPOLLIN);
+}
+
+// The Reply, octet-exact: what follows it belongs to the first FPDU.
+void QueuePair::read_reply() {
+    if (staging_.empty()) staging_.resize(wire::kStartupHeader + wire::kMaxPrivateData);
+    for (;;) {
+        std::size_t want = wire::kStartupHeader;
+        if (end_ >= wire::kStartupHeader) {
+            const auto length =
+                wire::startup_length(std::span<const u8, wire::kStartupHeader>(staging_.data(), wire::kStartupHeader), true);
+            if (!length) return end(wire::error::bad_startup.packed(), 0, Status::connect_failed);
+            want += *length;
+            if (end_ == want) break;
+        }
+        const ssize_t n = ::recv(fd_, staging_.data() + end_, want - end_, MSG_DONTWAIT);
+        if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) return;
+        if (n <= 0) return end(wire::error::tcp_lost.packed(), 0, Status::connect_failed);
+        end_ += static_cast<std::size_t>(n);
+    }
+    const auto reply = wire::decode_startup({staging_.data(), end_});
+    staging_.clear();
+    begin_ = end_ = 0;
+    if (!reply) return end(wire::error::bad_startup.packed(), 0, Status::connect_failed);
+    apply_reply(*reply);
+}
+
+void QueuePair::apply_reply(const wire::Startup& reply) {
+    {
+        std::lock_guard lock(info_mutex_);
+        peer_private_data_ = reply.private_data;
+    }
+    if (reply.rejected) return end(0, completion_flag::remote, Status::connect_failed);
+    // Markers were not offered by us and are not made by us; a peer that insists on them, or that does not answer the enhanced request in
+    // kind, can't be talked to.
+    if (reply.markers || !reply.enhanced) return end(wire::error::bad_startup.packed(), 0, Status::connect_failed);
+    if (reply.ord != wire::kNoNegotiation && reply.ord > limits_.ird) return end(wire::error::low_ird.packed(), 0, Status::connect_failed);
+    std::lock_guard lock(tx_mutex_);
+    if (reply.ird != wire::kNoNegotiation) ord_ = std::min(ord_, reply.ird);
+    may_send_ = true;
+    seen_frame_ = true;
+    deadline = TimePoint::max();
+    connected();
+    pump_and_arm(0);
+}
+
+void QueuePair::connected() {
+    state_.store(State::ready);
+    const Completion c{0, number_, Op::connected, Status::ok, 0, static_cast<u32>(peer_private_data().size()), 0, 0};
+    cq_->push({&c, 1});
+}
+
+void QueuePair::on_end_of_stream() {
+    peer_finished_ = true;
+    if (state_.load() == State::terminating) return end(terminate_value_, 0, Status::ok);
+    const bool clean = begin_ == end_ && !direct_.active && !inbound_ && !write_open_;
+    if (!clean || (is_passive_ && !seen_frame_)) return end(wire::error::tcp_lost.packed(), 0, Status::ok);
+    // The peer has said all it will say. What is queued here may still go out (half-close), for a while.
+    std::unique_lock lock(tx_mutex_);
+    if (state_.load() == State::ready) set_deadline(2.0);
+    state_.store(State::closing);
+    finishing_ = true;
+    stop_reading();
+    pump_and_arm(0);  // ends the pair once its own FIN is out
+}
+
+// An ended stream stays readable for ever: stop asking.
+void QueuePair::stop_reading() {
+    reading_ = false;
+    device_->rearm(fd_, this, write_armed_ ? EPOLLOUT : 0u);
+}
+
+// The last act, once: no memory is touched after it, every posted request has its completion, and DISCONNECTED is the last word.
+void QueuePair::end(u64 value, u16 flags, Status status) {
+    if (state_.load() == State::dead) return;
+    const auto self = shared_from_this();
+    flush_completions();
+    {
+        std::lock_guard lock(tx_mutex_);
+        std::lock_guard receives(rq_mutex_);
+        state_.store(State::dead);
+        if (fd_ >= 0) {
+            if (in_epoll_) device_->unwatch(fd_);
+            ::close(fd_);
+            fd_ = -1;
+        }
+        flush_queues();
+        std::vector<Completion> flushed;
+        if (inbound_) flushed.push_back({inbound_->buffer.request.wr_id, number_, Op::receive, Status::flushed, 0, 0, 0, 0});
+        for (const Receive& r : receive_queue_) flushed.push_back({r.request.wr_id, number_, Op::receive, Status::flushed, 0, 0, 0, 0});
+        receive_queue_.clear();
+        flushed.push_back({0, number_, Op::disconnected, status, flags, 0, 0, value});
+        cq_->push(flushed);
+        pool_.reset();
+    }
+    inbound_.reset();
+    direct_ = Direct{};
+    deadline = TimePoint::max();
+    device_->forget(*this);
+}
+
+}  // namespace kbtp

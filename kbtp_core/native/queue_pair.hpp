@@ -1,0 +1,260 @@
+// One RDMAP stream: a TCP connection, its queues, and the state machine that moves data between registered memory and the socket.
+//
+//      connect ----------> connecting --TCP up, Request sent--> requested --Reply--\.
+//                                                                                   ready --close or FIN--> closing --.
+//      accept (Request read by the listener, Reply sent) --------------------------/   \--error--> terminating ------- dead
+//
+// Threads. The progress thread of the device owns the receive half (qp_receive.cpp) and every change of `state_`. The transmit half
+// (qp_transmit.cpp) is under `tx_mutex_` and may be driven by the thread that posts, so that a small request leaves without a thread hop.
+// Lock order: tx_mutex_ or rq_mutex_ first, then locks of regions and completion queues, which are leaves.
+//
+// Rules:
+// 1. Frames leave whole and in order: `burst_` is what the socket is being given; nothing else writes to the socket until it is gone.
+// 2. A frame's CRC is good before a header field in it is believed. Only a segment that goes exactly where the previous one of its
+//    message (or an outstanding Read, or a posted receive) says it must is placed while it still arrives.
+// 3. The passive side sends nothing before it has seen one good frame (RFC 5044 section 7.1.2).
+// 4. After an error of the peer there is one more frame: the Terminate.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "completion_queue.hpp"
+#include "executor.hpp"
+#include "region.hpp"
+#include "wire.hpp"
+
+namespace kbtp {
+
+class Device;
+
+// What the device's epoll loop calls. Progress thread only.
+class Pollable {
+  public:
+    virtual ~Pollable() = default;
+    virtual void on_event(u32 events) = 0;
+    virtual void on_deadline() = 0;
+    TimePoint deadline = TimePoint::max();
+};
+
+struct QueuePairStats {
+    u64 bytes_sent = 0, bytes_received = 0, fpdus_sent = 0, fpdus_received = 0, messages_sent = 0, messages_received = 0, crc_errors = 0,
+        executed_loads = 0, ord_stalls = 0, socket_stalls = 0;
+};
+
+class QueuePair : public Pollable, public std::enable_shared_from_this<QueuePair> {
+  public:
+    enum class State : u8 { idle, connecting, requested, ready, closing, terminating, dead };
+    enum class Posted : u8 { ok, full, closed };
+
+    QueuePair(std::shared_ptr<Device> device, u32 number, u32 pd, std::shared_ptr<CompletionQueue> cq, QueueLimits limits);
+    ~QueuePair() override;
+
+    // --- any thread -------------------------------------------------------------------------------------------------------
+    u32 number() const { return number_; }
+    std::string peer() const;
+    std::vector<u8> peer_private_data() const;
+    void connect(const std::string& host, u16 port, std::vector<u8> private_data);
+    void accept(std::vector<u8> private_data);
+    Posted post_send(std::span<const WorkRequest> requests);
+    Posted post_receive(std::span<const ReceiveRequest> requests);
+    void attach_executor(std::shared_ptr<Executor> executor, RegionPtr pool);
+    void close(double timeout_s);
+    void abort();
+    QueuePairStats stats();
+
+    // --- progress thread --------------------------------------------------------------------------------------------------
+    void on_event(u32 events) override;
+    void on_deadline() override;
+    void end(u64 value, u16 flags, Status status);
+    // Passive side: take over the listener's socket and the peer's Request.
+    void adopt(int fd, std::string peer, wire::Startup request);
+
+  private:
+    // --- transmit half, under tx_mutex_ --------------------------------------------------------------------------------------
+    enum class Owner : u8 { work_request, response, executor_write, executor_reply, terminate };
+    struct Message {  // one DDP message on its way out
+        wire::Segment header;
+        RegionPtr source;  // or, when null, `inline_data`
+        u64 source_offset = 0;
+        u32 length = 0, sent = 0;
+        std::array<u8, 64> inline_data{};
+        bool snapshot = false;
+        Owner owner = Owner::work_request;
+        u64 owner_id = 0;  // send queue index, or table entry
+    };
+    enum class EntryState : u8 { queued, awaiting_response, done };
+    struct SendEntry {
+        WorkRequest request;
+        RegionPtr local;
+        EntryState state = EntryState::queued;
+        Status status = Status::ok;
+        u64 value = 0;
+        bool bad_local = false;
+    };
+    struct Outstanding {  // a Read or atomic that the peer has to answer
+        u64 send_index;
+        bool is_atomic;
+        u32 atomic_id, sink_stag;
+        u64 sink_offset;
+        u32 length, received;
+        RegionPtr sink;
+    };
+    struct Burst {  // frames that the socket is being given
+        IoVectors pieces;
+        std::size_t next = 0;  // first piece not wholly sent
+        std::size_t arena_used = 0, copy_used = 0, payload_bytes = 0, fpdus = 0;
+        std::vector<RegionPtr> regions;  // whose memory `pieces` names
+        std::vector<Message> finished;   // messages whose last octet is in here
+        bool empty() const { return next == pieces.size(); }
+    };
+    enum class Pumped : u8 { idle, blocked, more, broken };
+
+    Pumped pump(std::size_t budget);
+    void pump_and_arm(std::size_t budget);
+    void build_burst();
+    bool take_next();
+    bool take_work_request();
+    bool append_segment(Message& message);
+    void gather_payload(Message& message, u32 n, u8* head, std::size_t& used, u32& crc);
+    void source_gone(Message& message);
+    Pumped send_burst();
+    void finish_burst();
+    void retire();
+    void request_answered(Status status, u64 value);
+    void flush_queues();
+    void arm_write(bool wanted);
+    void fail_transmit(u64 value);
+    bool drained() const { return burst_.empty() && !current_ && replies_.empty() && sent_to_ == send_base_ + send_queue_.size(); }
+    SendEntry& entry(u64 index) { return send_queue_[index - send_base_]; }
+    static Message message_for(const SendEntry& entry);
+
+    // --- receive half, progress thread -----------------------------------------------------------------------------------------
+    struct Receive {
+        ReceiveRequest request;
+        RegionPtr region;
+    };
+    struct Inbound {  // the Send that is arriving
+        Receive buffer;
+        u8 opcode;
+        u32 stag, received = 0;
+    };
+    struct Placement {
+        RegionPtr region;  // null where there is nothing to place
+        u64 offset = 0;
+    };
+    struct Direct {  // a payload that goes straight from the socket to its place
+        bool active = false;
+        wire::Segment segment;
+        Placement at;
+        std::array<u8, wire::kLengthField + wire::kUntaggedHeader> head{};
+        u32 ulpdu = 0, payload = 0, placed = 0, crc = 0;
+    };
+
+    void receive();
+    std::ptrdiff_t fill();
+    std::ptrdiff_t fill_direct();
+    void parse();
+    bool start_direct(u32 ulpdu, std::size_t available);
+    bool finish_direct();
+    void take_frame(const u8* frame, u32 ulpdu);
+    void may_answer();
+    bool place(const Placement& at, const u8* payload, u32 n);
+
+    // Check a segment against every rule and say where its payload goes; fails the stream otherwise.
+    std::optional<Placement> admit(const wire::Segment& segment, u32 n);
+    std::optional<wire::TerminateCode> check_kind(const wire::Segment& segment) const;
+    std::optional<wire::TerminateCode> admit_write(const wire::Segment& segment, u32 n, Placement& at) const;
+    std::optional<wire::TerminateCode> admit_read_response(const wire::Segment& segment, u32 n, Placement& at);
+    std::optional<wire::TerminateCode> admit_send(const wire::Segment& segment, u32 n, Placement& at);
+    bool goes_as_foretold(const wire::Segment& segment) const;
+    // The payload is in place and its CRC was good.
+    void placed(const wire::Segment& segment, const u8* payload, u32 n);
+    void deliver_send(const wire::Segment& segment, const u8* payload);
+    bool invalidate_for_peer(const wire::Segment& segment);
+    void on_read_response(const wire::Segment& segment, u32 n);
+    void on_read_request(const wire::Segment& segment, const u8* payload);
+    void on_atomic_request(const wire::Segment& segment, const u8* payload);
+    void on_atomic_response(const wire::Segment& segment, const u8* payload);
+    void on_terminate(const u8* payload, u32 n);
+    bool execute(const wire::Segment& segment, const u8* payload, u32 n);
+    std::optional<wire::TerminateCode> check_source(u32 stag, u64 offset, u64 size, u8 right, RegionPtr& out) const;
+    void fail(wire::TerminateCode code);
+    void stop_reading();
+    void on_end_of_stream();
+    void push_later(const Completion& completion) { pending_.push_back(completion); }
+    void flush_completions();
+
+    // --- start-up (qp_startup.cpp), progress thread ----------------------------------------------------------------------------
+    void on_tcp_connected();
+    void read_reply();
+    void apply_reply(const wire::Startup& reply);
+    void connected();
+    void set_deadline(double seconds);
+    bool is_open() const;
+
+    const std::shared_ptr<Device> device_;
+    const u32 number_, pd_;
+    const std::shared_ptr<CompletionQueue> cq_;
+    const QueueLimits limits_;
+
+    std::atomic<State> state_{State::idle};  // written by the progress thread, under tx_mutex_
+    int fd_ = -1;                            // closed under tx_mutex_
+    bool in_epoll_ = false;
+
+    mutable std::mutex info_mutex_;  // guards the two below
+    std::string peer_;
+    std::vector<u8> peer_private_data_;
+
+    std::mutex tx_mutex_;  // guards the transmit half
+    std::deque<SendEntry> send_queue_;
+    u64 send_base_ = 0, sent_to_ = 0;  // indices of the first entry, and of the first not yet taken for sending
+    std::deque<Message> replies_;      // Read and atomic responses, executor answers
+    std::optional<Message> current_, terminate_;
+    Burst burst_;
+    std::vector<u8> arena_, copy_arena_;
+    std::deque<Outstanding> outstanding_;
+    u32 send_msn_ = 1, request_msn_ = 1, atomic_response_msn_ = 1, next_atomic_id_;
+    u16 ord_;
+    u32 inbound_requests_ = 0, executor_replies_ = 0;
+    bool may_send_ = false;     // see rule 3
+    bool write_armed_ = false;  // the progress thread waits for the socket to take more
+    bool prefer_replies_ = false;
+    bool broken_ = false;     // the socket or a source failed; `end` is on its way
+    bool finishing_ = false;  // FIN once everything is sent
+    bool fin_sent_ = false;
+    bool reading_ = true;
+    QueuePairStats stats_;
+    std::shared_ptr<Executor> executor_;
+    RegionPtr pool_;
+
+    std::mutex rq_mutex_;  // guards the two below
+    std::deque<Receive> receive_queue_;
+    u32 upcalls_ = 0;  // messages handed up since the executor was attached whose buffers were not posted again
+
+    // Receive half, progress thread only.
+    std::vector<u8> staging_;
+    std::size_t begin_ = 0, end_ = 0;
+    Direct direct_;
+    std::optional<Inbound> inbound_;
+    bool write_open_ = false;  // a Write has begun and not ended: its next segment is foretold by the two below
+    u32 write_stag_ = 0;
+    u64 write_next_ = 0;
+    u32 expected_send_msn_ = 1, expected_request_msn_ = 1, expected_atomic_msn_ = 1;
+    bool seen_frame_ = false, peer_to_peer_ = false, is_passive_ = false, replies_waiting_ = false;
+    std::atomic<bool> peer_finished_{false}, has_executor_{false};
+    u64 terminate_value_ = 0;    // what DISCONNECTED will say once the Terminate is out
+    const u8* frame_ = nullptr;  // the frame that is being judged, for the Terminate to quote
+    u32 frame_ulpdu_ = 0;
+    std::vector<Completion> pending_;
+    std::vector<u8> startup_private_data_;
+    wire::Startup request_;
+};
+
+}  // namespace kbtp
