@@ -1,0 +1,55 @@
+"""What a target's state machine asks its driver to do, in the order of the list.
+
+Order matters: a completion is a Send right behind the Write whose data it vouches for. Every Write and Read has a token, unique
+in its session, that the driver hands back in `write_done` or `read_done` when the request's completion is there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send `data`; with `invalidate_stag` as Send with Invalidate. `answers` is how many received messages it finishes."""
+
+    data: bytes
+    invalidate_stag: int | None = None
+    answers: int = 1
+
+
+@dataclass(frozen=True)
+class Write:
+    """RDMA Write `length` octets of the pool at `block_offset` to `offset` of the initiator's `stag`.
+
+    `snapshot`: the block may change meanwhile.
+    """
+
+    block_offset: int
+    length: int
+    stag: int
+    offset: int
+    token: int
+    snapshot: bool = False
+
+
+@dataclass(frozen=True)
+class Read:
+    """RDMA Read `length` octets at `offset` of the initiator's `stag` into the pool at `block_offset`."""
+
+    block_offset: int
+    length: int
+    stag: int
+    offset: int
+    token: int
+
+
+@dataclass(frozen=True)
+class Close:
+    """End the connection once everything before is sent; `reason` is for logs."""
+
+    reason: str
+
+
+Effect: TypeAlias = Send | Write | Read | Close

@@ -1,0 +1,415 @@
+"""The initiator's side of a session, without sockets and without a clock.
+
+    START --hello--> GREETING --HELLO_ACK OK--> READY --goodbye, either side--> CLOSING --all answered--> CLOSED
+                     GREETING --UNAUTHENTICATED, once--> PROVING --HELLO_ACK OK--> READY
+
+Any state ends in CLOSED with `error` set if the peer refuses, breaks the protocol, or goes away.
+
+Requests live in batches. Request ID = batch sequence << 32 | index in the batch, so that an array of completions finds its places
+without a Python object per request. Three rules:
+1. Never more requests outstanding than were granted: `take_window` hands out what credit allows, in order.
+2. A completion must match a request that is outstanding; anything else, or a second answer, ends the session.
+3. Results are final once written; a request that was never answered keeps status NO_STATUS.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from kbtp_core.errors import KbtpError, Malformed, SessionClosed, SessionRefused
+from kbtp_core.protocol.auth import is_proved, proved
+from kbtp_core.protocol.constants import COMPLETION_BYTES, NO_STATUS, NONCE_BYTES, REQUEST_BYTES, Flag, Opcode, Status, status_name
+from kbtp_core.protocol.hello import Hello, HelloAck
+from kbtp_core.protocol.wire import COMPLETION, Completion, Goodbye, decode_completions, encode_frees, encode_requests, parse
+
+_SEQUENCES: Final = 1 << 32
+_OCTETS: Final = np.dtype(f"V{COMPLETION_BYTES}")  # a completion that is copied as it is
+
+
+class InitiatorState(Enum):
+    START = "start"
+    GREETING = "greeting"
+    PROVING = "proving"
+    READY = "ready"
+    CLOSING = "closing"
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True)
+class HelloParameters:
+    """What an initiator wishes for; see `Hello` for units."""
+
+    capabilities: int = 0
+    block_bytes: int = 0
+    quota: int = 0
+    handle_count: int = 0
+    outstanding: int = 256
+    inline_bytes: int = 0
+    client_name: str = ""
+    trust_domain: str = ""
+
+
+class Batch:
+    """n requests and their results, as arrays of shape (n,)."""
+
+    def __init__(self, sequence: int, messages: NDArray[np.uint8], message_lengths: NDArray[np.uint32] | None = None) -> None:
+        self.sequence = sequence
+        self.messages = messages
+        """(n, width) octets; row i is request i, in its first `message_lengths[i]` octets, or whole if that is None."""
+        self.message_lengths = message_lengths
+        self.count = len(messages)
+        self._results = np.zeros(self.count, COMPLETION)
+        self._results["status"] = NO_STATUS
+        self.is_outstanding: NDArray[np.bool_] = np.zeros(self.count, np.bool_)
+        self.outstanding_count = 0
+        self.sent_count = 0
+        self.is_abandoned = False
+
+    @property
+    def status(self) -> NDArray[np.uint16]:
+        """As answered; NO_STATUS where there was no answer yet."""
+        return self._results["status"].astype(np.uint16)
+
+    @property
+    def generation(self) -> NDArray[np.uint16]:
+        return self._results["generation"].astype(np.uint16)
+
+    @property
+    def data_length(self) -> NDArray[np.uint32]:
+        return self._results["data_length"].astype(np.uint32)
+
+    @property
+    def block_offset(self) -> NDArray[np.uint64]:
+        return self._results["block_offset"].astype(np.uint64)
+
+    def settle(self, indexes: NDArray[np.intp], completions: NDArray[Any]) -> bool:
+        """Take the answers to the requests at `indexes`; False if one matches nothing or comes twice."""
+        try:
+            matched = np.count_nonzero(self.is_outstanding[indexes])
+        except IndexError:
+            return False
+        self.is_outstanding[indexes] = False
+        left = int(np.count_nonzero(self.is_outstanding))
+        if matched != len(indexes) or self.outstanding_count - left != matched:
+            return False
+        self.outstanding_count = left
+        self._results.view(_OCTETS)[indexes] = completions.view(_OCTETS)
+        return True
+
+    @property
+    def is_done(self) -> bool:
+        """Every request that was or will be sent is answered."""
+        return self.outstanding_count == 0 and (self.is_abandoned or self.sent_count == self.count)
+
+
+class Window(NamedTuple):
+    """Requests [start, stop) of `batch`, which are to be sent now."""
+
+    batch: Batch
+    start: int
+    stop: int
+
+
+class Initiator:
+    """One session with a target. `peer` names it in errors; `incarnation` is this process's; `draw` gives random octets."""
+
+    def __init__(
+        self,
+        parameters: HelloParameters,
+        *,
+        peer: str,
+        incarnation: int,
+        secret: bytes | None = None,
+        draw: Callable[[int], bytes] = os.urandom,
+    ) -> None:
+        self.parameters = parameters
+        self.peer = peer
+        self.state = InitiatorState.START
+        self.error: KbtpError | None = None
+        self.ack: HelloAck | None = None
+        """What the target granted, from READY on."""
+        self.outstanding_count = 0
+        self._incarnation = incarnation
+        self._secret = secret
+        self._nonce = draw(NONCE_BYTES)
+        self._batches: dict[int, Batch] = {}
+        self._unsent: deque[Batch] = deque()
+        self._next_sequence = 1  # sequence 0 is HELLO's
+
+    # Session ---------------------------------------------------------------------------------------------------------
+
+    def hello(self) -> bytes:
+        """The first message of the session."""
+        self._expect(InitiatorState.START)
+        self.state = InitiatorState.GREETING
+        return self._hello().encode()
+
+    def receive(self, message: bytes) -> list[bytes]:
+        """Take one message of the target; returns messages to send. An error moves the session to CLOSED and sets `error`."""
+        if self.state is InitiatorState.CLOSED:
+            return []
+        try:
+            parsed = parse(message)
+        except Malformed as error:
+            return self._break(f"malformed message: {error}")
+        match parsed:
+            case HelloAck() if self.state in (InitiatorState.GREETING, InitiatorState.PROVING):
+                return self._receive_ack(parsed, message)
+            case Completion() if self.state in (InitiatorState.GREETING, InitiatorState.PROVING) and parsed.status == Status.VERSION:
+                return self._refuse(f"VERSION; the highest that it speaks is {parsed.data_length}")
+            case Completion():
+                self.receive_completions(np.frombuffer(message, np.uint8).reshape(1, -1))
+                return []
+            case Goodbye() if self.state in (InitiatorState.READY, InitiatorState.CLOSING):
+                return self._receive_goodbye(parsed)
+            case _:
+                return self._break(f"unexpected {type(parsed).__name__} while {self.state.value}")
+
+    def goodbye(self, status: int = Status.OK) -> bytes:
+        """Announce the end: what is outstanding will still be answered, unsent requests are given up."""
+        self._expect(InitiatorState.READY)
+        self._start_closing(f"the session with {self.peer} is closing")
+        return Goodbye(status=status).encode()
+
+    def disconnected(self, reason: str) -> None:
+        """The connection has ended: nothing will be answered any more."""
+        self._fail(SessionClosed(f"the session with {self.peer} ended: {reason}"))
+
+    # Requests --------------------------------------------------------------------------------------------------------
+
+    def load(
+        self, handles: ArrayLike, generations: ArrayLike, stag: ArrayLike, offsets: ArrayLike, lengths: ArrayLike, flags: int = Flag.NONE
+    ) -> Batch:
+        """Queue LOADs of n handles into (stag, offset, length); scalars stand for all n."""
+        return self._requests(Opcode.LOAD, handles, generations, stag, offsets, lengths, flags)
+
+    def store(
+        self, handles: ArrayLike, generations: ArrayLike, stag: ArrayLike, offsets: ArrayLike, lengths: ArrayLike, flags: int = Flag.NONE
+    ) -> Batch:
+        """Queue STOREs, whose data the target reads from (stag, offset, length)."""
+        return self._requests(Opcode.STORE, handles, generations, stag, offsets, lengths, flags)
+
+    def alloc_store(
+        self, handles: ArrayLike, generations: ArrayLike, stag: ArrayLike, offsets: ArrayLike, lengths: ArrayLike, flags: int = Flag.NONE
+    ) -> Batch:
+        """Queue ALLOC_STOREs, whose data the target reads from (stag, offset, length)."""
+        return self._requests(Opcode.ALLOC_STORE, handles, generations, stag, offsets, lengths, flags)
+
+    def store_inline(self, handles: ArrayLike, generations: ArrayLike, data: Sequence[bytes], flags: int = Flag.NONE) -> Batch:
+        """Queue STOREs that carry their data; each at most the granted inline length."""
+        return self._inline(Opcode.STORE, handles, generations, data, flags)
+
+    def alloc_store_inline(self, handles: ArrayLike, generations: ArrayLike, data: Sequence[bytes], flags: int = Flag.NONE) -> Batch:
+        """Queue ALLOC_STOREs that carry their data; each at most the granted inline length."""
+        return self._inline(Opcode.ALLOC_STORE, handles, generations, data, flags)
+
+    def free(self, handles: ArrayLike, generations: ArrayLike) -> Batch:
+        """Queue FREEs."""
+        wanted, ids, sequence = self._allot(handles)
+        return self._queue(Batch(sequence, encode_frees(ids, wanted, np.asarray(generations, np.uint16))))
+
+    def take_window(self, limit: int) -> Window | None:
+        """Up to `limit` requests that credit allows to send now, counted as outstanding from now on; None if there are none."""
+        if not self._unsent or self.ack is None:
+            return None
+        batch = self._unsent[0]
+        start = batch.sent_count
+        count = min(limit, self.ack.outstanding - self.outstanding_count, batch.count - start)
+        if count <= 0:
+            return None
+        stop = start + count
+        batch.is_outstanding[start:stop] = True
+        batch.outstanding_count += count
+        batch.sent_count = stop
+        self.outstanding_count += count
+        if stop == batch.count:
+            self._unsent.popleft()
+        return Window(batch, start, stop)
+
+    def abandon(self, batch: Batch) -> None:
+        """Send no more of `batch`. What is outstanding of it keeps its credit until it is answered."""
+        batch.is_abandoned = True
+        if batch in self._unsent:
+            self._unsent.remove(batch)
+        if batch.is_done:
+            self._batches.pop(batch.sequence, None)
+
+    def receive_completions(self, raw: NDArray[np.uint8]) -> list[Batch]:
+        """Match completions, given as (n, 40) octets; returns the batches that are done with them.
+
+        An octet string that is no COMPLETION, or one that matches no outstanding request, closes the session.
+        """
+        if self.state not in (InitiatorState.READY, InitiatorState.CLOSING):
+            if self.state is not InitiatorState.CLOSED:
+                self._break(f"a completion while {self.state.value}")
+            return []
+        try:
+            completions = decode_completions(raw)
+        except Malformed as error:
+            self._break(str(error))
+            return []
+        done: list[Batch] = []
+        ids = completions["request_id"].astype(np.uint64)
+        while len(ids):
+            # Usually one batch has them all: everything else wraps to a huge index.
+            sequence = int(ids[0]) >> 32
+            indexes = ids - np.uint64(sequence << 32)
+            others = indexes >= np.uint64(_SEQUENCES)
+            rest = others if np.count_nonzero(others) else None
+            batch = self._batches.get(sequence)
+            mine = completions if rest is None else completions[~rest]
+            if batch is None or not batch.settle((indexes if rest is None else indexes[~rest]).astype(np.intp), mine):
+                self._break(f"a completion of request {int(ids[0]):#x}, or one with it, that is not outstanding")
+                return done
+            self.outstanding_count -= len(mine)
+            if batch.is_done:
+                del self._batches[sequence]
+                done.append(batch)
+            if rest is None:
+                break
+            ids, completions = ids[rest], completions[rest]
+        self._close_if_answered()
+        return done
+
+    # Inside ----------------------------------------------------------------------------------------------------------
+
+    def _allot(self, handles: ArrayLike) -> tuple[NDArray[np.uint64], NDArray[np.uint64], int]:
+        """The handles as an array, and fresh Request IDs for them."""
+        self._expect(InitiatorState.READY)
+        wanted = np.atleast_1d(np.asarray(handles, np.uint64))
+        if not 0 < len(wanted) < _SEQUENCES:
+            raise ValueError(f"a batch of {len(wanted)} requests")
+        sequence = self._next_sequence
+        while sequence in self._batches or sequence == 0:
+            sequence = (sequence + 1) % _SEQUENCES
+        self._next_sequence = (sequence + 1) % _SEQUENCES
+        return wanted, np.arange(len(wanted), dtype=np.uint64) | np.uint64(sequence << 32), sequence
+
+    def _queue(self, batch: Batch) -> Batch:
+        self._batches[batch.sequence] = batch
+        self._unsent.append(batch)
+        return batch
+
+    def _requests(
+        self,
+        opcode: Opcode,
+        handles: ArrayLike,
+        generations: ArrayLike,
+        stag: ArrayLike,
+        offsets: ArrayLike,
+        lengths: ArrayLike,
+        flags: int,
+    ) -> Batch:
+        wanted, ids, sequence = self._allot(handles)
+        messages = encode_requests(
+            opcode,
+            ids,
+            wanted,
+            np.asarray(generations, np.uint16),
+            np.asarray(stag, np.uint32),
+            np.asarray(offsets, np.uint64),
+            np.asarray(lengths, np.uint32),
+            flags,
+        )
+        return self._queue(Batch(sequence, messages))
+
+    def _inline(self, opcode: Opcode, handles: ArrayLike, generations: ArrayLike, data: Sequence[bytes], flags: int) -> Batch:
+        assert self.ack is not None
+        longest = max(map(len, data), default=0)
+        if longest > self.ack.inline_bytes:
+            raise ValueError(f"{longest} octets of inline data, but {self.peer} takes at most {self.ack.inline_bytes}")
+        wanted, ids, sequence = self._allot(handles)
+        lengths = np.fromiter(map(len, data), np.uint32, len(data))
+        messages = np.zeros((len(wanted), REQUEST_BYTES + longest), np.uint8)
+        generation = np.asarray(generations, np.uint16)
+        messages[:, :REQUEST_BYTES] = encode_requests(opcode, ids, wanted, generation, 0, 0, lengths, flags | Flag.INLINE)
+        for row, octets in zip(messages, data, strict=True):
+            row[REQUEST_BYTES : REQUEST_BYTES + len(octets)] = np.frombuffer(octets, np.uint8)
+        return self._queue(Batch(sequence, messages, lengths + np.uint32(REQUEST_BYTES)))
+
+    def _hello(self) -> Hello:
+        wish = self.parameters
+        return Hello(
+            request_id=0,
+            incarnation=self._incarnation,
+            capabilities=wish.capabilities,
+            block_bytes=wish.block_bytes,
+            quota=wish.quota,
+            handle_count=wish.handle_count,
+            outstanding=wish.outstanding,
+            inline_bytes=wish.inline_bytes,
+            nonce=self._nonce,
+            client_name=wish.client_name,
+            trust_domain=wish.trust_domain,
+        )
+
+    def _receive_ack(self, ack: HelloAck, octets: bytes) -> list[bytes]:
+        if ack.request_id != 0:
+            return self._break(f"HELLO_ACK for request {ack.request_id:#x}")
+        if ack.status == Status.UNAUTHENTICATED and self.state is InitiatorState.GREETING:
+            if self._secret is None:
+                return self._refuse(f"UNAUTHENTICATED. Configure the secret of trust domain {self.parameters.trust_domain!r}")
+            self.state = InitiatorState.PROVING
+            return [proved(replace(self._hello(), request_id=0), ack.nonce, self._secret).encode()]
+        if ack.status != Status.OK:
+            return self._refuse(_WAY_OUT.get(ack.status, status_name(ack.status)))
+        if self._secret is not None and not is_proved(octets, self._nonce, self._secret):
+            return self._refuse("OK, but without the proof that our secret asks for. Configure the same secret on both sides")
+        if ack.outstanding == 0 or ack.block_bytes == 0 or ack.incarnation == 0 or ack.capabilities & ~int(self.parameters.capabilities):
+            return self._break("a HELLO_ACK that grants nothing, or more than was asked for")
+        self.ack = ack
+        self.state = InitiatorState.READY
+        return []
+
+    def _receive_goodbye(self, goodbye: Goodbye) -> list[bytes]:
+        self._start_closing(f"{self.peer} said goodbye ({status_name(goodbye.status)})")
+        return []
+
+    def _start_closing(self, reason: str) -> None:
+        if self.state is InitiatorState.READY:
+            self.state = InitiatorState.CLOSING
+            self.error = SessionClosed(reason)
+        for batch in list(self._unsent):
+            self.abandon(batch)
+        self._close_if_answered()
+
+    def _close_if_answered(self) -> None:
+        if self.state is InitiatorState.CLOSING and self.outstanding_count == 0:
+            self.state = InitiatorState.CLOSED
+
+    def _refuse(self, text: str) -> list[bytes]:
+        self._fail(SessionRefused(f"target {self.peer} answered HELLO with {text}."))
+        return []
+
+    def _break(self, text: str) -> list[bytes]:
+        self._fail(SessionClosed(f"target {self.peer} broke the protocol: {text}"))
+        return []
+
+    def _fail(self, error: KbtpError) -> None:
+        if self.error is None:
+            self.error = error
+        self.state = InitiatorState.CLOSED
+        self._unsent.clear()
+        self._batches.clear()
+        self.outstanding_count = 0
+
+    def _expect(self, state: InitiatorState) -> None:
+        if self.state is not state:
+            raise self.error or SessionClosed(f"the session with {self.peer} is {self.state.value}, not {state.value}")
+
+
+_WAY_OUT: Final[dict[int, str]] = {
+    Status.UNAUTHENTICATED: "UNAUTHENTICATED: the secrets differ. Configure the same secret for the trust domain on both sides",
+    Status.NOT_PERMITTED: "NOT_PERMITTED: it does not serve this trust domain. Configure the same trust domain on both sides",
+    Status.UNSUPPORTED: "UNSUPPORTED: it has no pool of the block size asked for. Use the same geometry on both sides, or block size 0",
+    Status.SHUTTING_DOWN: "SHUTTING_DOWN. Try another target, or again once it is back",
+    Status.BUSY: "BUSY: it serves as many sessions as it may. Raise its session limit, or try again",
+}

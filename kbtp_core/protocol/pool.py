@@ -1,0 +1,151 @@
+"""The block pool: who owns each block, and how many an initiator may own (draft sections 3.1 and 3.4).
+
+A RING pool owns its blocks. One owner state per block, moved only by the calls below:
+
+    FREE --take--> TAKEN --bound--> BOUND --drain--> DRAINING --give_back--> FREE
+                   TAKEN --give_back--> FREE         (a store that failed)
+
+1. Only a FREE block is listed in the ring, and every FREE block is.
+2. FREE + TAKEN + BOUND + DRAINING = F. A session's usage counts its blocks in the last three states, so an allocation
+   within a quota always finds a block: the sum of quotas is at most F.
+3. A DRAINING block still has readers. It leaves that state when they have ended or were fenced, never by a timer.
+
+A LENT pool belongs to somebody else, such as an inference engine: no ring, no quota, and several handles may name one block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kbtp_core.protocol.ring import FreeRing
+
+
+class BlockState(IntEnum):
+    FREE = 0
+    TAKEN = 1
+    BOUND = 2
+    DRAINING = 3
+
+
+@dataclass
+class Allowance:
+    """What one session may own, and what it owns."""
+
+    quota: int
+    usage: int = 0
+
+
+class LentPool:
+    """Blocks of `block_bytes` that their owner binds itself, in a region of `region_bytes`."""
+
+    def __init__(self, block_bytes: int, region_bytes: int) -> None:
+        if not 0 < block_bytes <= 0xFFFF_FFFF or region_bytes < block_bytes:
+            raise ValueError(f"blocks of {block_bytes} octets in a region of {region_bytes}")
+        self.block_bytes = block_bytes
+        self.region_bytes = region_bytes
+        self.block_count = min(region_bytes // block_bytes, 0xFFFF_FFFF)
+
+
+class BlockPool:
+    """F = `block_count` blocks in `memory`, at Block Offsets `base_offset + i * block_bytes`, owned by the ring.
+
+    `memory` is the pool's octets (uint8, C-contiguous, F * block_bytes of them), which the target writes inline data into and clears.
+    """
+
+    def __init__(self, block_bytes: int, memory: NDArray[np.uint8], *, base_offset: int = 0, masked: bool = True) -> None:
+        if not 0 < block_bytes <= 0xFFFF_FFFF or memory.size < block_bytes or memory.size % block_bytes:
+            raise ValueError(f"{memory.size} octets are no whole number of blocks of {block_bytes}")
+        self.block_bytes = block_bytes
+        self.block_count = memory.size // block_bytes
+        self.base_offset = base_offset
+        self._blocks = memory.reshape(self.block_count, block_bytes)
+        self.ring = FreeRing([base_offset + i * block_bytes for i in range(self.block_count)], masked=masked)
+        self._state = np.zeros(self.block_count, np.uint8)
+        self._allowances: dict[int, Allowance] = {}
+
+    @property
+    def quota_left(self) -> int:
+        """Blocks that no session has been promised."""
+        return self.block_count - sum(allowance.quota for allowance in self._allowances.values())
+
+    def grant(self, owner: int, wanted: int) -> int:
+        """Promise `owner` up to `wanted` blocks; returns how many."""
+        if owner in self._allowances:
+            raise ValueError(f"owner {owner} has a quota already")
+        quota = min(wanted, self.quota_left)
+        self._allowances[owner] = Allowance(quota)
+        return quota
+
+    def revoke(self, owner: int) -> None:
+        """End the promise to an owner that owns nothing any more."""
+        allowance = self._allowances.pop(owner)
+        assert allowance.usage == 0, f"owner {owner} still owns {allowance.usage} blocks"
+
+    def usage(self, owner: int) -> int:
+        return self._allowances[owner].usage
+
+    def take(self, owner: int) -> int | None:
+        """FREE -> TAKEN: a Block Offset, or None if the quota or the ring is exhausted."""
+        allowance = self._allowances[owner]
+        if allowance.usage >= allowance.quota:
+            return None
+        offset = self.ring.allocate()
+        if offset is None:
+            return None
+        allowance.usage += 1
+        self._move(offset, BlockState.FREE, BlockState.TAKEN)
+        return offset
+
+    def bound(self, offset: int) -> None:
+        """TAKEN -> BOUND, once the entry is written."""
+        self._move(offset, BlockState.TAKEN, BlockState.BOUND)
+
+    def drain(self, offset: int) -> None:
+        """BOUND -> DRAINING, once the entry is cleared."""
+        self._move(offset, BlockState.BOUND, BlockState.DRAINING)
+
+    def give_back(self, owner: int, offset: int, *, clear: bool) -> None:
+        """TAKEN or DRAINING -> FREE: nothing reads or writes the block any more. With `clear` its octets are zeroed first."""
+        index = self._index(offset)
+        if self._state[index] not in (BlockState.TAKEN, BlockState.DRAINING):
+            raise ValueError(f"block {offset:#x} is {BlockState(self._state[index]).name} and can't be given back")
+        if clear:
+            self._blocks[index] = 0
+        self._state[index] = BlockState.FREE
+        self.ring.give_back(offset)
+        self._allowances[owner].usage -= 1
+
+    def write(self, offset: int, data: bytes) -> None:
+        """Copy inline data to the start of a block."""
+        octets = np.frombuffer(data, np.uint8)
+        self._blocks[self._index(offset), : octets.size] = octets
+
+    def count(self, state: BlockState) -> int:
+        return int(np.count_nonzero(self._state == state))
+
+    def check_integrity(self) -> None:
+        """Assert rules 1 and 2."""
+        self.ring.check_integrity()
+        free = {self._index(offset) for offset in self.ring.listed_offsets()}
+        assert free == set(np.flatnonzero(self._state == BlockState.FREE).tolist()), "the ring and the owner states differ"
+        assert sum(self.count(state) for state in BlockState) == self.block_count
+        owned = self.block_count - self.count(BlockState.FREE)
+        assert owned == sum(allowance.usage for allowance in self._allowances.values()), "usage miscounted"
+        assert all(0 <= allowance.usage <= allowance.quota for allowance in self._allowances.values()), "a quota is exceeded"
+        assert self.quota_left >= 0, "more blocks were promised than there are"
+
+    def _index(self, offset: int) -> int:
+        index, rest = divmod(offset - self.base_offset, self.block_bytes)
+        if rest or not 0 <= index < self.block_count:
+            raise ValueError(f"{offset:#x} is no Block Offset of this pool")
+        return index
+
+    def _move(self, offset: int, before: BlockState, after: BlockState) -> None:
+        index = self._index(offset)
+        if self._state[index] != before:
+            raise ValueError(f"block {offset:#x} is {BlockState(self._state[index]).name}, not {before.name}")
+        self._state[index] = after

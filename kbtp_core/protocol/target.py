@@ -1,0 +1,305 @@
+"""The target: what all sessions of one pool share (draft sections 3 and 6, completion page "Session rules").
+
+Each table entry is in one state, and it moves only here:
+
+    IDLE --bind--> BOUND --clear--> DRAINING --no reader left--> IDLE            (RING: the block goes back to the ring)
+                                                            --> DRAINED --take_drained--> IDLE   (LENT: its owner is told)
+
+1. The generation advances before anybody else can have the block: clearing comes first, then the wait for readers.
+2. Readers are counted per entry: the RDMA operations of the sessions' own requests, plus what `readers` reports of an
+   executor. Once an entry is cleared the count only falls, and an entry is not bound again before it reached zero.
+3. A session keeps its quota and its handle range until every block that it bound is back.
+
+One caller at a time: whoever drives a target from several threads holds a lock around it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from kbtp_core.protocol.constants import Status
+from kbtp_core.protocol.pool import BlockPool, BlockState, LentPool
+from kbtp_core.protocol.table import BlockTable
+
+if TYPE_CHECKING:
+    from kbtp_core.protocol.target_session import TargetSession
+
+Readers = Callable[[NDArray[np.uint64]], NDArray[np.uint32]]
+"""How many native readers each of these table entries (indexes) has now."""
+
+
+class EntryState(IntEnum):
+    IDLE = 0
+    BOUND = 1
+    DRAINING = 2
+    DRAINED = 3
+    RESERVED = 4  # an ALLOC_STORE is fetching the data that this entry will name
+
+
+@dataclass(frozen=True)
+class TargetLimits:
+    """The most that one session is granted."""
+
+    outstanding: int = 1024
+    inline_bytes: int = 4096
+    handle_count: int = 1 << 20
+    quota: int = 1 << 32
+
+
+@dataclass
+class HandleRanges:
+    """Disjoint ranges of handles, first fit."""
+
+    base: int
+    count: int
+    _free: list[tuple[int, int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._free = [(self.base, self.count)] if self.count else []
+
+    def take(self, wanted: int) -> tuple[int, int]:
+        """(base, count) of at most `wanted` handles: the first run that is long enough, else the longest."""
+        best = max(self._free, key=lambda run: min(run[1], wanted), default=(self.base, 0))
+        count = min(wanted, best[1])
+        if count:
+            at = self._free.index(best)
+            self._free[at : at + 1] = [(best[0] + count, best[1] - count)] if best[1] > count else []
+        return best[0], count
+
+    def give_back(self, base: int, count: int) -> None:
+        if not count:
+            return
+        merged: list[tuple[int, int]] = []
+        for run in sorted([*self._free, (base, count)]):
+            if merged and merged[-1][0] + merged[-1][1] == run[0]:
+                merged[-1] = (merged[-1][0], merged[-1][1] + run[1])
+            else:
+                merged.append(run)
+        self._free = merged
+
+
+class Target:
+    """A pool, its table, and the sessions that use them.
+
+    `secrets` maps trust domains to keys: with it every HELLO needs a proof, and only those domains are served. `trust_domains`
+    limits the domains without keys; with exactly one domain, freed blocks need no clearing. `reserved_handles` at the start of a
+    lent pool's table are never freed by a peer. `incarnation` must be drawn anew at every start.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool | LentPool,
+        table: BlockTable,
+        *,
+        name: str,
+        incarnation: int,
+        limits: TargetLimits = TargetLimits(),
+        secrets: Mapping[str, bytes] | None = None,
+        trust_domains: frozenset[str] | None = None,
+        reserved_handles: int = 0,
+        readers: Readers | None = None,
+        draw: Callable[[int], bytes] = os.urandom,
+    ) -> None:
+        if incarnation == 0:
+            raise ValueError("a target's incarnation must not be zero")
+        self.pool: Final = pool
+        self.table: Final = table
+        self.name: Final = name
+        self.incarnation: Final = incarnation
+        self.limits: Final = limits
+        self.secrets: Final = dict(secrets or {})
+        self.trust_domains: Final = frozenset(self.secrets) if self.secrets else trust_domains
+        self.reserved_handles: Final = reserved_handles
+        self.readers = readers
+        self.draw: Final = draw
+        self.is_shutting_down = False
+        self.clears_blocks: Final = self.trust_domains is None or len(self.trust_domains) != 1
+        self.ranges: Final = HandleRanges(table.base_handle, table.entry_count)
+        self.sessions: Final[dict[int, TargetSession]] = {}
+        """By session number; a session stays until its last block is back."""
+        self.reading: Final[NDArray[np.int32]] = np.zeros(table.entry_count, np.int32)
+        self.entry_state: Final[NDArray[np.uint8]] = np.zeros(table.entry_count, np.uint8)
+        self._owner: Final[NDArray[np.int64]] = np.zeros(table.entry_count, np.int64)
+        self._draining_count = 0
+        self._next_number = 1
+
+    # Sessions --------------------------------------------------------------------------------------------------------
+
+    def open_session(self, peer: str) -> TargetSession:
+        """A session for a connection that was just accepted; `peer` names it in reasons."""
+        from kbtp_core.protocol.target_session import TargetSession
+
+        session = TargetSession(self, self._next_number, peer)
+        self.sessions[session.number] = session
+        self._next_number += 1
+        return session
+
+    def tick(self, now: float) -> list[TargetSession]:
+        """Move blocks on whose readers have ended; returns the sessions that have effects to take (`TargetSession.take_effects`)."""
+        del now  # nothing here ends by time
+        if self._draining_count:
+            for index in self._drained_indexes().tolist():
+                self._finish_drain(index)
+        return [session for session in self.sessions.values() if session.has_effects]
+
+    def shut_down(self) -> list[TargetSession]:
+        """Answer new requests SHUTTING_DOWN and say goodbye; returns the sessions that have effects to take."""
+        self.is_shutting_down = True
+        for session in list(self.sessions.values()):
+            session.say_goodbye(Status.SHUTTING_DOWN)
+        return [session for session in self.sessions.values() if session.has_effects]
+
+    # Local calls on a lent pool --------------------------------------------------------------------------------------
+
+    def bind(self, handles: ArrayLike, block_offsets: ArrayLike, lengths: ArrayLike, *, sealed: bool = True) -> NDArray[np.uint16]:
+        """Bind handles of a lent pool to its blocks; returns the new generations.
+
+        Raises ValueError, with nothing changed, for a handle that is not idle, or a block outside the region.
+        """
+        pool = self._lent()
+        indexes = self.table.indexes_of(handles)
+        busy = self.entry_state[indexes] != EntryState.IDLE
+        if busy.any():
+            index = int(indexes[busy][0])
+            raise ValueError(f"handle {index + self.table.base_handle} is {EntryState(self.entry_state[index]).name}")
+        offsets, sizes = np.asarray(block_offsets, np.uint64), np.asarray(lengths, np.uint64)
+        if (sizes == 0).any() or (sizes > pool.block_bytes).any():
+            raise ValueError(f"a block holds 1 to {pool.block_bytes} octets")
+        if (offsets > pool.region_bytes).any() or (offsets + sizes > pool.region_bytes).any():
+            raise ValueError(f"a block ends outside the region of {pool.region_bytes} octets")
+        generations = self.table.bind(handles, offsets, sizes, sealed)
+        self.entry_state[indexes] = EntryState.BOUND
+        return generations
+
+    def reclaim(self, handles: ArrayLike) -> NDArray[np.bool_]:
+        """Take handles of a lent pool back: the generation advances at once, readers may still go on until `take_drained` has the handle.
+
+        Returns which of them were bound; the others were cleared before, by a peer's FREE or an earlier reclaim.
+        """
+        self._lent()
+        indexes = self.table.indexes_of(handles)
+        was_bound = self.entry_state[indexes] == EntryState.BOUND
+        cleared = np.unique(indexes[was_bound])
+        if cleared.size:
+            self.table.clear(cleared.astype(np.uint64) + np.uint64(self.table.base_handle))
+            self.entry_state[cleared] = EntryState.DRAINING
+            self._draining_count += cleared.size
+        return np.asarray(was_bound, np.bool_)
+
+    def take_drained(self) -> NDArray[np.uint64]:
+        """Handles of a lent pool that were cleared, by a peer or by `reclaim`, and that nothing reads any more; each once."""
+        self._lent()
+        if self._draining_count:
+            self._settle_lent(self._drained_indexes())
+        indexes = np.flatnonzero(self.entry_state == EntryState.DRAINED)
+        self.entry_state[indexes] = EntryState.IDLE
+        handles: NDArray[np.uint64] = indexes.astype(np.uint64) + np.uint64(self.table.base_handle)
+        return handles
+
+    @property
+    def draining_count(self) -> int:
+        """Cleared entries whose block still has readers."""
+        return self._draining_count
+
+    # For sessions ----------------------------------------------------------------------------------------------------
+
+    def reserve(self, index: int) -> None:
+        """IDLE -> RESERVED."""
+        self._move(index, EntryState.IDLE, EntryState.RESERVED)
+
+    def unreserve(self, index: int) -> None:
+        """RESERVED -> IDLE."""
+        self._move(index, EntryState.RESERVED, EntryState.IDLE)
+
+    def bind_taken(self, index: int, owner: int, offset: int, length: int, sealed: bool) -> int:
+        """RESERVED -> BOUND, with a block that was taken from the ring and now holds its data; returns the generation."""
+        self._move(index, EntryState.RESERVED, EntryState.BOUND)
+        generation = self.table.bind_one(index, offset, length, sealed)
+        self._ring().bound(offset)
+        self._owner[index] = owner
+        return generation
+
+    def clear(self, index: int) -> None:
+        """BOUND -> DRAINING, and on at once if nothing reads the block."""
+        self._move(index, EntryState.BOUND, EntryState.DRAINING)
+        self.table.clear_one(index)
+        self._draining_count += 1
+        if isinstance(self.pool, BlockPool):
+            self.pool.drain(self.table.entry(index).block_offset)
+        if self._is_unread(np.array([index]))[0]:
+            self._finish_drain(index)
+
+    def is_draining(self, index: int) -> bool:
+        return bool(self.entry_state[index] == EntryState.DRAINING)
+
+    def release(self, session: TargetSession) -> None:
+        """Forget a session whose connection is gone and whose blocks are all back."""
+        if isinstance(self.pool, BlockPool) and session.is_granted:
+            self.pool.revoke(session.number)
+            self.ranges.give_back(session.handle_base, session.handle_count)
+        del self.sessions[session.number]
+
+    def check_integrity(self) -> None:
+        """Assert what must hold between any two calls."""
+        self.table.check_integrity()
+        valid = set(self.table.valid_indexes(0, self.table.entry_count).tolist())
+        assert valid == set(np.flatnonzero(self.entry_state == EntryState.BOUND).tolist()), "valid entries and entry states differ"
+        draining = np.flatnonzero(self.entry_state == EntryState.DRAINING)
+        assert len(draining) == self._draining_count, "draining entries miscounted"
+        assert (self.reading >= 0).all(), "more reads ended than started"
+        if isinstance(self.pool, BlockPool):
+            self.pool.check_integrity()
+            assert len(valid) == self.pool.count(BlockState.BOUND), "bound blocks and bound entries differ"
+            assert len(draining) == self.pool.count(BlockState.DRAINING), "draining blocks and draining entries differ"
+            taken = np.count_nonzero(self.entry_state == EntryState.RESERVED)
+            assert taken == self.pool.count(BlockState.TAKEN), "taken blocks and reserved entries differ"
+            offsets = self.table.entries["block_offset"][sorted(valid) + draining.tolist()]
+            assert np.unique(offsets).size == offsets.size, "two handles name one block"
+
+    # Inside ----------------------------------------------------------------------------------------------------------
+
+    def _is_unread(self, indexes: NDArray[np.intp]) -> NDArray[np.bool_]:
+        unread = self.reading[indexes] == 0
+        if self.readers is not None and unread.any():
+            candidates = np.flatnonzero(unread)
+            unread[candidates] = self.readers(indexes[candidates].astype(np.uint64)) == 0
+        return np.asarray(unread, np.bool_)
+
+    def _drained_indexes(self) -> NDArray[np.intp]:
+        draining = np.flatnonzero(self.entry_state == EntryState.DRAINING)
+        return draining[self._is_unread(draining)]
+
+    def _settle_lent(self, indexes: NDArray[np.intp]) -> None:
+        self.entry_state[indexes] = EntryState.DRAINED
+        self._draining_count -= len(indexes)
+
+    def _finish_drain(self, index: int) -> None:
+        if isinstance(self.pool, LentPool):
+            self._settle_lent(np.array([index]))
+            return
+        owner = self.sessions[int(self._owner[index])]
+        self.pool.give_back(owner.number, self.table.entry(index).block_offset, clear=self.clears_blocks)
+        self.entry_state[index] = EntryState.IDLE
+        self._draining_count -= 1
+        self._owner[index] = 0
+        owner.drained(index)
+
+    def _move(self, index: int, before: EntryState, after: EntryState) -> None:
+        assert self.entry_state[index] == before, f"entry {index} is {EntryState(self.entry_state[index]).name}, not {before.name}"
+        self.entry_state[index] = after
+
+    def _lent(self) -> LentPool:
+        if not isinstance(self.pool, LentPool):
+            raise ValueError("only a lent pool is bound and reclaimed by local calls; this pool belongs to its ring")
+        return self.pool
+
+    def _ring(self) -> BlockPool:
+        assert isinstance(self.pool, BlockPool)
+        return self.pool

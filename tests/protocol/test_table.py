@@ -1,0 +1,87 @@
+"""The block table: octets in memory, generations, and that a refused call changes nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kbtp_core.protocol.constants import EntryFlag
+from kbtp_core.protocol.table import ENTRY, BlockTable
+
+
+def test_an_entry_lies_in_memory_as_the_draft_draws_it() -> None:
+    table = BlockTable(4, base_handle=10)
+    assert table.bind([11], [0x1122334455667788], [0x01020304], sealed=True).tolist() == [2]
+    assert table.entries[1].tobytes().hex() == "0003000201020304" + "1122334455667788"
+    assert table.entries[0].tobytes().hex() == "00000001" + "00" * 12
+
+
+def test_clearing_advances_the_generation_and_leaves_the_rest_in_memory() -> None:
+    table = BlockTable(1)
+    table.bind([0], [64], [5], sealed=False)
+    assert table.entries[0].tobytes().hex() == "0001000200000005" + "0000000000000040"
+    assert table.clear([0]).tolist() == [3]
+    assert table.entries[0].tobytes().hex() == "0000000300000005" + "0000000000000040"
+
+
+def test_generations_skip_zero() -> None:
+    table = BlockTable(2)
+    for _ in range(65534 // 2):
+        table.bind_one(0, 0, 1, True)
+        table.clear_one(0)
+    assert table.entry(0).generation == 65535
+    assert table.bind([0, 1], [0, 0], [1, 1], sealed=True).tolist() == [1, 2]
+    table.check_integrity()
+
+
+def test_vector_calls_bind_and_clear_many_handles_in_the_order_given() -> None:
+    table = BlockTable(100, base_handle=1000)
+    handles = np.array([1099, 1000, 1050], np.uint64)
+    assert table.bind(handles, [1, 2, 3], [10, 20, 30], sealed=True).tolist() == [2, 2, 2]
+    found = table.lookup(handles)
+    assert found["block_offset"].tolist() == [1, 2, 3]
+    assert found["data_length"].tolist() == [10, 20, 30]
+    assert table.clear(handles[:2]).tolist() == [3, 3]
+    assert table.valid_indexes(0, 100).tolist() == [50]
+    table.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("handles", "why"), [([5, 20], "outside the table"), ([9], "outside"), ([11, 12], "12 is bound already"), ([13, 13], "twice")]
+)
+def test_a_refused_bind_changes_nothing(handles: list[int], why: str) -> None:
+    table = BlockTable(5, base_handle=10)
+    table.bind([12], [0], [1], sealed=True)
+    before = table.entries.tobytes()
+    with pytest.raises(ValueError, match=why):
+        table.bind(handles, [64] * len(handles), [1] * len(handles), sealed=True)
+    assert table.entries.tobytes() == before
+
+
+def test_a_refused_clear_changes_nothing() -> None:
+    table = BlockTable(5)
+    table.bind([0], [0], [1], sealed=True)
+    before = table.entries.tobytes()
+    with pytest.raises(ValueError, match="1 is not bound"):
+        table.clear([0, 1])
+    assert table.entries.tobytes() == before
+
+
+def test_an_update_keeps_the_generation_and_can_seal() -> None:
+    table = BlockTable(1)
+    table.bind_one(0, 64, 10, sealed=False)
+    table.update_one(0, 20, seal=False)
+    assert table.entry(0) == (EntryFlag.VALID, 2, 20, 64)
+    table.update_one(0, 30, seal=True)
+    assert table.entry(0) == (EntryFlag.VALID | EntryFlag.SEALED, 2, 30, 64)
+
+
+def test_a_table_lives_in_memory_that_the_caller_supplies() -> None:
+    memory = np.frombuffer(bytearray(b"\xff" * 64), ENTRY)
+    table = BlockTable(4, memory=memory)
+    assert memory["generation"].tolist() == [1, 1, 1, 1]
+    assert memory["flags"].tolist() == [0, 0, 0, 0]
+    table.bind([3], [128], [7], sealed=True)
+    assert memory["block_offset"][3] == 128
+    with pytest.raises(ValueError, match="5 aligned, contiguous entries"):
+        BlockTable(5, memory=memory)
