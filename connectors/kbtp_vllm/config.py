@@ -1,0 +1,59 @@
+"""The connector's settings: `kv_connector_extra_config` of vLLM's `--kv-transfer-config`, typed.
+
+Each may also come from the environment, as KBTP_VLLM_ and its name in capitals; what the engine's configuration says wins. An
+unknown key or a bad value stops the engine at start, with a text that names the key and the way out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from kbtp_core.config import Settings
+from kbtp_core.errors import ConfigError
+
+WHERE = "kv_connector_extra_config"
+
+
+class ConnectorConfig(Settings):
+    """Every key of `kv_connector_extra_config`."""
+
+    model_config = SettingsConfigDict(env_prefix="KBTP_VLLM_")
+
+    mode: Literal["pull"] = Field("pull", description="Decode loads blocks from prefill's memory.")
+    host: str | None = Field(None, min_length=1, description="Address a prefill worker listens on and tells decode. Default: vLLM's own.")
+    port: int = Field(0, ge=0, le=65535, description="Port of the first worker; the next workers take the next ports. 0: any free port.")
+    lease_s: float = Field(30.0, gt=0, description="Seconds that prefill keeps a finished request's blocks for a decode that has not come.")
+    load_timeout_s: float = Field(10.0, gt=0, description="Seconds after which decode gives a load up and recomputes.")
+    secret: str | None = Field(None, min_length=1, description="Shared secret of the trust domain; both engines prove that they have it.")
+    secret_file: Path | None = Field(None, description="A file that holds the secret (white space at both ends is dropped).")
+    trust_domain: str = Field(
+        "", max_length=255, description="Name of the secret: engines of one trust domain may read each other's blocks."
+    )
+    table_factor: int = Field(4, ge=1, le=64, description="Handles for each KV block: how many finished requests may share a block.")
+
+    def secret_bytes(self) -> bytes | None:
+        """The secret, read from its file if need be. Raises ConfigError."""
+        if self.secret is not None:
+            return self.secret.encode()
+        if self.secret_file is None:
+            return None
+        try:
+            secret = self.secret_file.read_bytes().strip()
+        except OSError as error:
+            raise ConfigError(f"{WHERE}: secret_file {self.secret_file} cannot be read: {error.strerror}.") from error
+        if not secret:
+            raise ConfigError(f"{WHERE}: secret_file {self.secret_file} is empty; write the secret into it.")
+        return secret
+
+
+def read_config(extra: Mapping[str, Any]) -> ConnectorConfig:
+    """Parse vLLM's `kv_connector_extra_config`. Raises ConfigError."""
+    config = ConnectorConfig.read(extra, WHERE)
+    if config.secret is not None and config.secret_file is not None:
+        raise ConfigError(f"{WHERE}: secret and secret_file are both set; keep one.")
+    return config

@@ -1,0 +1,93 @@
+"""A real vLLM engine in a process of its own, steered over a Unix socket; started by `harness.Engine`.
+
+Scheduler and worker run in this one process and step in this loop, so a test can look at the free blocks and can kill it at will.
+Commands are tuples, word first (see `COMMANDS`), and come in lists that run with no engine step between. Each is answered
+by `("answer", value)`, and every finished request is announced by `("finished", id, token ids, reason, kv_transfer_params)`.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from multiprocessing.connection import Client, Connection
+from typing import Any
+
+from vllm import EngineArgs, SamplingParams
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+TOTALS: dict[str, float] = {}
+
+
+class Totals(StatLoggerBase):
+    """Adds up what the connector reports to vLLM's metrics."""
+
+    def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+        pass
+
+    def record(self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0) -> None:
+        for name, value in ((scheduler_stats and scheduler_stats.kv_connector_stats) or {}).items():
+            TOTALS[name] = TOTALS.get(name, 0) + value
+
+    def log_engine_initialized(self) -> None:
+        pass
+
+
+class EngineProcess:
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self.engine = LLMEngine.from_engine_args(EngineArgs(**arguments), stat_loggers=[Totals])
+        self.scheduler = self.engine.engine_core.engine_core.scheduler
+
+    def add(self, request_id: str, prompt: list[int], max_tokens: int, params: dict[str, Any] | None) -> None:
+        extra = {"kv_transfer_params": params} if params is not None else None
+        sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
+        self.engine.add_request(request_id, {"prompt_token_ids": prompt}, sampling)
+
+    def abort(self, request_id: str) -> None:
+        self.engine.abort_request([request_id], internal=False)
+
+    def free_blocks(self) -> int:
+        return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    def free_handles(self) -> int:
+        return int(self.scheduler.connector._scheduler._ledger.free_count)
+
+    def live_requests(self) -> int:
+        return len(self.scheduler.requests)
+
+    def totals(self) -> dict[str, float]:
+        return dict(TOTALS)
+
+    def reset_prefix_cache(self) -> bool:
+        return bool(self.engine.reset_prefix_cache())
+
+    def step(self, connection: Connection) -> None:
+        for output in self.engine.step():
+            if output.finished:
+                done = output.outputs[0]
+                connection.send(("finished", output.request_id, list(done.token_ids), done.finish_reason, output.kv_transfer_params))
+
+
+COMMANDS = ("add", "abort", "free_blocks", "free_handles", "live_requests", "totals", "reset_prefix_cache")
+
+
+def main(address: str) -> None:
+    connection = Client(address, family="AF_UNIX")
+    process = EngineProcess(connection.recv())
+    connection.send(("answer", "ready"))
+    while True:
+        busy = process.scheduler.has_requests()
+        while connection.poll(0 if busy else 0.05):
+            for command, *values in connection.recv():
+                if command == "stop":
+                    process.engine.engine_core.shutdown()
+                    return
+                assert command in COMMANDS, command
+                connection.send(("answer", getattr(process, command)(*values)))
+        process.step(connection)
+        if busy:
+            time.sleep(0.001)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

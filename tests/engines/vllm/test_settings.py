@@ -1,0 +1,92 @@
+"""What users and routers hand in: the connector's settings and `kv_transfer_params`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kbtp_core.errors import ConfigError
+from kbtp_vllm.config import read_config
+from kbtp_vllm.messages import WorkerAddress
+from kbtp_vllm.params import BadParameters, describe_prefill, parse_remote_prefill
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.mark.parametrize(
+    ("extra", "text"),
+    [
+        ({"leases_s": 5}, "'leases_s'; did you mean 'lease_s'?"),
+        ({"port": 70000}, "port is 70000"),
+        ({"mode": "push"}, "mode is 'push'"),
+        ({"lease_s": 0}, "lease_s is 0"),
+        ({"secret": "a", "secret_file": "b"}, "secret and secret_file are both set"),
+    ],
+)
+def test_a_wrong_setting_is_named(extra: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        read_config(extra)
+    assert text in str(refusal.value)
+
+
+def test_the_secret_comes_from_its_file_without_white_space(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("word\n")
+    assert read_config({"secret_file": str(tmp_path / "secret")}).secret_bytes() == b"word"
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_config({"secret_file": str(tmp_path / "none")}).secret_bytes()
+
+
+def test_the_environment_gives_settings_that_the_configuration_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KBTP_VLLM_LEASE_S", "7")
+    monkeypatch.setenv("KBTP_VLLM_PORT", "7400")
+    config = read_config({"port": 7500})
+    assert (config.lease_s, config.port) == (7, 7500)
+
+
+def described() -> dict[str, Any]:
+    return describe_prefill(
+        engine_id="e",
+        request_id="r",
+        token_count=40,
+        block_tokens=32,
+        tp_size=1,
+        pp_size=1,
+        prompt="a" * 64,
+        workers=[WorkerAddress("10.0.0.4", 7400, 2**63 + 1)],
+        block_ids=[[0, 9, 4]],
+        handles=[[0, 17, 18]],
+        generations=[[0, 2, 4]],
+    )
+
+
+def test_what_prefill_describes_decode_reads() -> None:
+    remote = parse_remote_prefill(described())
+    assert remote.workers() == (WorkerAddress("10.0.0.4", 7400, 2**63 + 1),)
+    assert (remote.kbtp_handles, remote.kbtp_generations, remote.remote_num_tokens) == ([[0, 17, 18]], [[0, 2, 4]], 40)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"kbtp_format": 2}, "kbtp_format"),
+        ({"kbtp_generations": [[1]]}, "differ in length"),
+        ({"kbtp_handles": [[-1, 2, 3]]}, "kbtp_handles.0.0"),
+        ({"kbtp_generations": [[1, 2, 70000]]}, "kbtp_generations.0.2"),
+        ({"kbtp_workers": []}, "kbtp_workers"),
+        ({"tp_size": 2}, "names 1 workers"),
+        ({"remote_num_tokens": "many"}, "remote_num_tokens"),
+    ],
+)
+def test_a_bad_parameter_is_named(change: dict[str, Any], text: str) -> None:
+    with pytest.raises(BadParameters) as refusal:
+        parse_remote_prefill(described() | change)
+    assert text in str(refusal.value)
+
+
+def test_parameters_of_another_connector_are_told_apart() -> None:
+    params = described()
+    del params["kbtp_format"]
+    with pytest.raises(BadParameters, match="does not use KBTPConnector"):
+        parse_remote_prefill(params)
