@@ -156,6 +156,8 @@ class QueuePair:
             raise QueueFull(f"{count} more requests do not fit into the {queue} queue of {depth} to {self.peer}: wait for completions, or raise {queue}_depth")
         if result == 2:
             raise QueuePairClosed(f"the queue pair to {self.peer} has ended: nothing was posted")
+        if result == 3:
+            raise FabricError("the batch has an `op` that can't be posted: pass SEND to IMMEDIATE_SE of fabric.api.Op")
 
     def attach_executor(self, executor: ExecutorLike, pool: RegionLike) -> None:
         if not isinstance(executor, Executor) or not isinstance(pool, Region):

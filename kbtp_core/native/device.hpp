@@ -93,8 +93,9 @@ class PendingConnection : public Pollable, public std::enable_shared_from_this<P
     void reject(std::vector<u8> private_data);
     bool is_taken() const { return taken_.load(); }
 
-  private:
     void drop();  // progress thread
+
+  private:
     const std::shared_ptr<Device> device_;
     const std::weak_ptr<Listener> listener_;
     int fd_;
@@ -111,7 +112,7 @@ class Listener : public Pollable, public std::enable_shared_from_this<Listener> 
              double startup_timeout_s, u32 backlog);
     ~Listener() override;
     void on_event(u32 events) override;
-    void on_deadline() override {}
+    void on_deadline() override;
 
     const std::string& host() const { return host_; }
     u16 port() const { return port_; }
@@ -124,6 +125,8 @@ class Listener : public Pollable, public std::enable_shared_from_this<Listener> 
     double startup_timeout_s() const { return startup_timeout_s_; }
 
   private:
+    void pause();
+
     const std::shared_ptr<Device> device_;
     int fd_;
     const std::string host_;

@@ -15,6 +15,8 @@
 namespace kbtp {
 namespace {
 
+constexpr auto kAcceptPause = std::chrono::milliseconds(100);
+
 std::string format_address(const sockaddr_storage& address, socklen_t size) {
     char host[NI_MAXHOST], port[NI_MAXSERV];
     if (::getnameinfo(reinterpret_cast<const sockaddr*>(&address), size, host, sizeof host, port, sizeof port,
@@ -89,11 +91,13 @@ Listener::~Listener() {
 void Listener::on_event(u32) {
     for (;;) {
         const int fd = ::accept4(fd_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
-        if (fd < 0) return;                  // none left, or no descriptors: the rest waits in the kernel's backlog
-        if (starting_.size() >= backlog_) {  // a flood of half-open peers must not hold more than this
-            ::close(fd);
-            continue;
+        if (fd < 0 && errno == EINTR) continue;
+        if (fd < 0) {
+            if (errno != EAGAIN && errno != EWOULDBLOCK) pause();
+            return;
         }
+        // A flood of silent peers must neither hold more than this nor keep others out: the one that has been silent longest goes.
+        if (starting_.size() >= backlog_) starting_.front()->drop();
         device_->configure_socket(fd, is_local_address(fd));
         auto pending = std::make_shared<PendingConnection>(device_, weak_from_this(), fd, peer_name(fd));
         pending->deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(startup_timeout_s_));
@@ -101,6 +105,17 @@ void Listener::on_event(u32) {
         device_->watch(fd, pending.get(), EPOLLIN);
         device_->time(pending);
     }
+}
+
+// No descriptors left: the rest waits in the kernel's backlog, and the loop must not spin on it.
+void Listener::pause() {
+    device_->rearm(fd_, this, 0);
+    deadline = Clock::now() + kAcceptPause;
+    device_->time(shared_from_this());
+}
+
+void Listener::on_deadline() {
+    if (fd_ >= 0) device_->rearm(fd_, this, EPOLLIN);
 }
 
 void Listener::announce(std::shared_ptr<PendingConnection> request) {

@@ -75,7 +75,7 @@ std::ptrdiff_t QueuePair::fill() {
 std::ptrdiff_t QueuePair::fill_direct() {
     const Pin pin(direct_.at.region);
     if (!pin) {
-        fail(direct_.segment.tagged ? wire::error::tagged_invalid_stag : wire::error::rdmap_catastrophic);
+        place_gone(direct_.segment);
         errno = EAGAIN;
         return -1;
     }
@@ -88,7 +88,7 @@ std::ptrdiff_t QueuePair::fill_direct() {
         direct_bytes = 0;
         for (const iovec& p : pieces) direct_bytes += p.iov_len;
     }
-    begin_ = end_ = 0;
+    begin_ = end_ = 0;  // while payload is missing nothing of what follows it can be staged
     if (direct_bytes == left) {
         if (pieces.size() == IOV_MAX) {
             direct_bytes -= pieces.back().iov_len;
@@ -150,13 +150,16 @@ bool QueuePair::start_direct(u32 ulpdu, std::size_t available) {
         wrong = admit_send(segment, payload, at);
     if (wrong || !at.region) return false;  // judged again, and failed, once the whole frame and its CRC are here
 
-    const std::size_t head = wire::kLengthField + header, here = available - head;
+    // All of the payload may be here already, and some of the trailer: that stays in the staging buffer.
+    const std::size_t head = wire::kLengthField + header, here = std::min<std::size_t>(available - head, payload);
     direct_ = Direct{.active = true, .segment = segment, .at = at, .ulpdu = ulpdu, .payload = payload};
     std::copy_n(frame, head, direct_.head.begin());
-    direct_.crc = crc32c_extend(0, frame, available);
-    if (!place(at, frame + head, static_cast<u32>(here))) return true;
+    direct_.crc = crc32c_extend(0, frame, head + here);
+    frame_ = direct_.head.data();
+    frame_ulpdu_ = ulpdu;
+    if (!place(segment, at, frame + head, static_cast<u32>(here))) return true;
     direct_.placed = static_cast<u32>(here);
-    begin_ = end_ = 0;
+    begin_ += head + here;
     return true;
 }
 
@@ -177,8 +180,6 @@ bool QueuePair::finish_direct() {
         fail(wire::error::bad_crc);
         return true;
     }
-    frame_ = direct_.head.data();
-    frame_ulpdu_ = direct_.ulpdu;
     placed(direct_.segment, nullptr, direct_.payload);
     return true;
 }
@@ -213,7 +214,7 @@ void QueuePair::take_frame(const u8* frame, u32 ulpdu) {
     if (execute(segment, payload, n)) return;
     const auto at = admit(segment, n);
     if (!at) return;
-    if (!place(*at, payload, n)) return;
+    if (!place(segment, *at, payload, n)) return;
     placed(segment, payload, n);
 }
 
@@ -228,11 +229,11 @@ void QueuePair::may_answer() {
     pump_and_arm(0);
 }
 
-bool QueuePair::place(const Placement& at, const u8* payload, u32 n) {
+bool QueuePair::place(const wire::Segment& s, const Placement& at, const u8* payload, u32 n) {
     if (!at.region || n == 0) return true;
     const Pin pin(at.region);
     if (!pin) {
-        fail(wire::error::tagged_invalid_stag);
+        place_gone(s);
         return false;
     }
     IoVectors pieces;
@@ -242,6 +243,12 @@ bool QueuePair::place(const Placement& at, const u8* payload, u32 n) {
         payload += p.iov_len;
     }
     return true;
+}
+
+// The region was closed after the segment was admitted: for a Send it is the receive buffer, which is a fault on this side.
+void QueuePair::place_gone(const wire::Segment& s) {
+    if (inbound_ && !s.tagged) inbound_->status = Status::local_protection;
+    fail(s.tagged ? wire::error::tagged_invalid_stag : wire::error::rdmap_catastrophic);
 }
 
 // Version, opcode, tagged or not, and queue must agree (iwarp-reference 3.1 and 3.4).
@@ -351,8 +358,7 @@ std::optional<wire::TerminateCode> QueuePair::admit_send(const wire::Segment& s,
     const Receive& buffer = inbound_->buffer;
     if (n > buffer.request.length - inbound_->received) return wire::error::untagged_too_long;
     if (!buffer.region && n > 0) {
-        push_later({buffer.request.wr_id, number_, Op::receive, Status::local_protection, 0, 0, 0, 0});
-        inbound_.reset();
+        inbound_->status = Status::local_protection;  // reported by `end`
         return wire::error::rdmap_catastrophic;
     }
     at = {buffer.region, buffer.request.offset + inbound_->received};

@@ -56,6 +56,7 @@ QueuePair::Posted QueuePair::post_send(std::span<const WorkRequest> requests) {
     std::vector<SendEntry> entries;
     entries.reserve(requests.size());
     for (const WorkRequest& r : requests) {
+        if (r.op > Op::immediate_se) return Posted::no_such_op;
         SendEntry e{.request = r, .local = nullptr};
         if (uses_local_memory(r)) {
             e.local = device_->regions().find(r.local_stag);
@@ -232,7 +233,8 @@ bool QueuePair::append_segment(Message& m) {
         return false;
     }
     const u32 header = m.header.header_size();
-    u32 room = device_->options().mulpdu - header;
+    // RDMAP headers never span segments.
+    u32 room = m.source ? device_->options().mulpdu - header : static_cast<u32>(m.inline_data.size());
     if (room >= 4096) room &= ~u32{4095};  // whole pages a frame
     const u32 n = std::min(room, m.length - m.sent);
     m.header.last = m.sent + n == m.length;
@@ -278,7 +280,10 @@ void QueuePair::source_gone(Message& m) {
     }
     if (m.owner == Owner::response) {
         current_.reset();
-        device_->submit([self = shared_from_this()] { self->fail(wire::error::rdmap_invalid_stag); });
+        device_->submit([self = shared_from_this()] {
+            self->frame_ = nullptr;  // the request is long gone: nothing to quote
+            self->fail(wire::error::rdmap_invalid_stag);
+        });
     } else {
         fail_transmit(0);
     }

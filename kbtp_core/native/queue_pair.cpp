@@ -200,8 +200,8 @@ void QueuePair::on_event(u32 events) {
     }
     if (reading_ && (events & (EPOLLIN | EPOLLHUP | EPOLLERR)))
         receive();
-    else if (events & (EPOLLHUP | EPOLLERR))
-        end(wire::error::tcp_lost.packed(), 0, Status::ok);
+    else if (events & (EPOLLHUP | EPOLLERR))  // both directions are shut: orderly if we had said all
+        end(fin_sent_ ? 0 : wire::error::tcp_lost.packed(), 0, Status::ok);
 }
 
 void QueuePair::on_deadline() {
@@ -210,7 +210,7 @@ void QueuePair::on_deadline() {
         case State::requested:
             return end(0, 0, Status::connect_failed);
         case State::terminating:
-            return end(terminate_value_, 0, Status::ok);
+            return end(terminate_value_, 0, terminate_status_);
         case State::closing:
             return end(0, 0, Status::ok);
         case State::ready:  // the passive side waited for a first frame
@@ -270,7 +270,11 @@ void QueuePair::apply_reply(const wire::Startup& reply) {
     // Markers were not offered by us and are not made by us; a peer that insists on them, or that does not answer the enhanced request in
     // kind, can't be talked to.
     if (reply.markers || !reply.enhanced) return end(wire::error::bad_startup.packed(), 0, Status::connect_failed);
-    if (reply.ord != wire::kNoNegotiation && reply.ord > limits_.ird) return end(wire::error::low_ird.packed(), 0, Status::connect_failed);
+    if (reply.ord != wire::kNoNegotiation && reply.ord > limits_.ird) {  // RFC 6581 section 9.1: said with a Terminate
+        may_send_ = seen_frame_ = true;
+        terminate_status_ = Status::connect_failed;
+        return fail(wire::error::low_ird);
+    }
     std::lock_guard lock(tx_mutex_);
     if (reply.ird != wire::kNoNegotiation) ord_ = std::min(ord_, reply.ird);
     may_send_ = true;
@@ -288,7 +292,7 @@ void QueuePair::connected() {
 
 void QueuePair::on_end_of_stream() {
     peer_finished_ = true;
-    if (state_.load() == State::terminating) return end(terminate_value_, 0, Status::ok);
+    if (state_.load() == State::terminating) return end(terminate_value_, 0, terminate_status_);
     const bool clean = begin_ == end_ && !direct_.active && !inbound_ && !write_open_;
     if (!clean || (is_passive_ && !seen_frame_)) return end(wire::error::tcp_lost.packed(), 0, Status::ok);
     // The peer has said all it will say. What is queued here may still go out (half-close), for a while.
@@ -322,7 +326,7 @@ void QueuePair::end(u64 value, u16 flags, Status status) {
         }
         flush_queues();
         std::vector<Completion> flushed;
-        if (inbound_) flushed.push_back({inbound_->buffer.request.wr_id, number_, Op::receive, Status::flushed, 0, 0, 0, 0});
+        if (inbound_) flushed.push_back({inbound_->buffer.request.wr_id, number_, Op::receive, inbound_->status, 0, 0, 0, 0});
         for (const Receive& r : receive_queue_) flushed.push_back({r.request.wr_id, number_, Op::receive, Status::flushed, 0, 0, 0, 0});
         receive_queue_.clear();
         flushed.push_back({0, number_, Op::disconnected, status, flags, 0, 0, value});

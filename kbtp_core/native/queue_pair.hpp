@@ -51,7 +51,7 @@ struct QueuePairStats {
 class QueuePair : public Pollable, public std::enable_shared_from_this<QueuePair> {
   public:
     enum class State : u8 { idle, connecting, requested, ready, closing, terminating, dead };
-    enum class Posted : u8 { ok, full, closed };
+    enum class Posted : u8 { ok, full, closed, no_such_op };
 
     QueuePair(std::shared_ptr<Device> device, u32 number, u32 pd, std::shared_ptr<CompletionQueue> cq, QueueLimits limits);
     ~QueuePair() override;
@@ -144,6 +144,7 @@ class QueuePair : public Pollable, public std::enable_shared_from_this<QueuePair
         Receive buffer;
         u8 opcode;
         u32 stag, received = 0;
+        Status status = Status::flushed;  // what `end` reports if the rest never comes
     };
     struct Placement {
         RegionPtr region;  // null where there is nothing to place
@@ -165,7 +166,8 @@ class QueuePair : public Pollable, public std::enable_shared_from_this<QueuePair
     bool finish_direct();
     void take_frame(const u8* frame, u32 ulpdu);
     void may_answer();
-    bool place(const Placement& at, const u8* payload, u32 n);
+    bool place(const wire::Segment& segment, const Placement& at, const u8* payload, u32 n);
+    void place_gone(const wire::Segment& segment);
 
     // Check a segment against every rule and say where its payload goes; fails the stream otherwise.
     std::optional<Placement> admit(const wire::Segment& segment, u32 n);
@@ -249,6 +251,7 @@ class QueuePair : public Pollable, public std::enable_shared_from_this<QueuePair
     u32 expected_send_msn_ = 1, expected_request_msn_ = 1, expected_atomic_msn_ = 1;
     bool seen_frame_ = false, peer_to_peer_ = false, is_passive_ = false, replies_waiting_ = false;
     std::atomic<bool> peer_finished_{false}, has_executor_{false};
+    Status terminate_status_ = Status::ok;
     u64 terminate_value_ = 0;    // what DISCONNECTED will say once the Terminate is out
     const u8* frame_ = nullptr;  // the frame that is being judged, for the Terminate to quote
     u32 frame_ulpdu_ = 0;
