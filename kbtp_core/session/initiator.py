@@ -1,0 +1,306 @@
+"""A session with a target for callers that wait: the clock and the lock around `InitiatorCore`, without a thread of its own.
+
+Whoever waits drives: one of the waiting threads waits for completions and processes them for all; the others sleep until it has
+news, and one of them takes over when it leaves. A caller that must not wait calls `poll` now and then, or when `fileno` is readable.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from kbtp_core.errors import DeadlineExceeded
+from kbtp_core.fabric.api import Access, Fabric, Region
+from kbtp_core.protocol.constants import Flag
+from kbtp_core.protocol.hello import HelloAck
+from kbtp_core.protocol.initiator import HelloParameters, InitiatorState
+from kbtp_core.session.incarnation import process_incarnation
+from kbtp_core.session.initiator_core import InitiatorCore, PendingBatch
+
+BUFFER_ACCESS = Access.LOCAL_WRITE | Access.REMOTE_WRITE | Access.REMOTE_READ
+"""What a target needs of an initiator's buffer: to write loads into it and to read stores from it."""
+
+_LONGEST_WAIT_S = 0.25  # so that an interrupt is seen soon
+_CLOSE_SHARE = 0.5  # of the time to close, how much outstanding requests may take
+
+
+class LoadBatch:
+    """n requests under way. `status`, `generation`, `data_length` and `block_offset` are arrays of shape (n,).
+
+    A request's failure is in `status`, never an exception; NO_STATUS where no answer came. `error` is set if the batch as a whole
+    has failed (SessionClosed, DeadlineExceeded).
+    """
+
+    def __init__(self, session: InitiatorSession, pending: PendingBatch) -> None:
+        self._session = session
+        self._pending = pending
+
+    @property
+    def count(self) -> int:
+        return self._pending.count
+
+    @property
+    def done(self) -> bool:
+        """Whether all is answered or will never be. Never waits; see `InitiatorSession.poll`."""
+        return self._pending.done
+
+    @property
+    def ok(self) -> bool:
+        """Done, and every request was answered OK."""
+        return self._pending.ok
+
+    @property
+    def error(self) -> Exception | None:
+        return self._pending.error
+
+    @property
+    def status(self) -> NDArray[np.uint16]:
+        return self._pending.status
+
+    @property
+    def generation(self) -> NDArray[np.uint16]:
+        return self._pending.generation
+
+    @property
+    def data_length(self) -> NDArray[np.uint32]:
+        return self._pending.data_length
+
+    @property
+    def block_offset(self) -> NDArray[np.uint64]:
+        return self._pending.block_offset
+
+    def wait(self) -> LoadBatch:
+        """Wait until done, at most until the batch's deadline.
+
+        Raises DeadlineExceeded, after the batch's region was closed, so that nothing lands in its memory any more; and SessionClosed.
+        """
+        self._session.drive(lambda: self._pending.done, self._pending.deadline)
+        if not self._pending.done:
+            self.cancel()
+        if self._pending.error is not None:
+            raise self._pending.error
+        return self
+
+    def cancel(self) -> None:
+        """Fence the batch now: its region is closed, and what is not answered stays NO_STATUS. Nothing if it is done."""
+        self._session.cancel(self._pending)
+
+
+class InitiatorSession:
+    """A ready session; made by `connect`. Deadlines are times of `time.monotonic()`."""
+
+    def __init__(self, core: InitiatorCore, cq: Any) -> None:
+        self._core = core
+        self._cq = cq
+        self._changed = threading.Condition()
+        self._is_driven = False
+        self._is_closed = False
+
+    @classmethod
+    def connect(
+        cls,
+        fabric: Fabric,
+        host: str,
+        port: int,
+        parameters: HelloParameters = HelloParameters(),
+        *,
+        deadline_s: float = 5.0,
+        secret: bytes | None = None,
+        incarnation: int | None = None,
+    ) -> InitiatorSession:
+        """Connect and say HELLO, within `deadline_s` seconds from now.
+
+        Raises SessionRefused naming the target and its status, SessionClosed if it can't be reached, DeadlineExceeded.
+        """
+        cq = fabric.create_cq()
+        core = InitiatorCore(
+            fabric,
+            cq,
+            host,
+            port,
+            parameters,
+            incarnation=process_incarnation() if incarnation is None else incarnation,
+            secret=secret,
+            startup_timeout_s=deadline_s,
+        )
+        session = cls(core, cq)
+        core.start()
+        session.drive(lambda: core.is_ready or core.is_over, time.monotonic() + deadline_s)
+        if core.is_ready:
+            return session
+        error = core.error or DeadlineExceeded(f"{host}:{port} did not answer within {deadline_s} s. Is it a KBTP target?")
+        session.close(0.5)
+        raise error
+
+    @property
+    def peer(self) -> str:
+        return self._core.peer
+
+    @property
+    def target(self) -> HelloAck:
+        """What the target granted: block size, handle range, table range, quota, its name and incarnation."""
+        ack = self._core.protocol.ack
+        assert ack is not None
+        return ack
+
+    @property
+    def is_open(self) -> bool:
+        return self._core.is_ready
+
+    @property
+    def error(self) -> Exception | None:
+        """Why the session has ended or is ending."""
+        return self._core.error
+
+    def register(self, memory: Any, access: Access = BUFFER_ACCESS) -> Region:
+        """Register a buffer for this session's requests; tagged offsets start at 0."""
+        return self._core.pd.register(memory, access)
+
+    def register_pages(self, addresses: NDArray[np.uint64], page_bytes: int, owner: object, access: Access = BUFFER_ACCESS) -> Region:
+        """Register equal pages scattered in memory as one run of tagged offsets."""
+        return self._core.pd.register_pages(addresses, page_bytes, access, owner)
+
+    def load(
+        self,
+        handles: ArrayLike,
+        generations: ArrayLike,
+        region: Region,
+        offsets: ArrayLike,
+        lengths: ArrayLike,
+        *,
+        deadline: float,
+        flags: int = Flag.NONE,
+    ) -> LoadBatch:
+        """Ask for blocks; their bytes land at `offsets` of `region` (draft section 6.1). Returns at once.
+
+        `handles` has shape (n,); generation 0 accepts any; each slice has room for `lengths` octets, at least the block's. Scalars
+        stand for all n. `region` is closed if the deadline passes, so use one whose loss hurts nothing else.
+
+        Raises SessionClosed if the session has ended; per-block failures are in `LoadBatch.status`, never exceptions.
+        """
+        with self._changed:
+            batch = self._core.protocol.load(handles, generations, region.stag, offsets, lengths, flags)
+            return LoadBatch(self, self._core.submit(batch, region, deadline))
+
+    def store(
+        self,
+        handles: ArrayLike,
+        generations: ArrayLike,
+        region: Region,
+        offsets: ArrayLike,
+        lengths: ArrayLike,
+        *,
+        deadline: float,
+        flags: int = Flag.NONE,
+    ) -> LoadBatch:
+        """Write into bound blocks; the target reads the data from `region` (draft section 6.2). Returns at once."""
+        with self._changed:
+            batch = self._core.protocol.store(handles, generations, region.stag, offsets, lengths, flags)
+            return LoadBatch(self, self._core.submit(batch, region, deadline))
+
+    def alloc_store(
+        self,
+        handles: ArrayLike,
+        generations: ArrayLike,
+        region: Region,
+        offsets: ArrayLike,
+        lengths: ArrayLike,
+        *,
+        deadline: float,
+        flags: int = Flag.SEAL,
+    ) -> LoadBatch:
+        """Write into fresh blocks and bind them; the target reads the data from `region` (draft section 6.3). Returns at once."""
+        with self._changed:
+            batch = self._core.protocol.alloc_store(handles, generations, region.stag, offsets, lengths, flags)
+            return LoadBatch(self, self._core.submit(batch, region, deadline))
+
+    def store_inline(
+        self, handles: ArrayLike, generations: ArrayLike, data: Sequence[bytes], *, deadline: float, flags: int = Flag.NONE
+    ) -> LoadBatch:
+        """As `store`, with the data in the request; each item at most the granted inline length."""
+        with self._changed:
+            return LoadBatch(self, self._core.submit(self._core.protocol.store_inline(handles, generations, data, flags), None, deadline))
+
+    def alloc_store_inline(
+        self, handles: ArrayLike, generations: ArrayLike, data: Sequence[bytes], *, deadline: float, flags: int = Flag.SEAL
+    ) -> LoadBatch:
+        """As `alloc_store`, with the data in the request; each item at most the granted inline length."""
+        with self._changed:
+            batch = self._core.protocol.alloc_store_inline(handles, generations, data, flags)
+            return LoadBatch(self, self._core.submit(batch, None, deadline))
+
+    def free(self, handles: ArrayLike, generations: ArrayLike, *, deadline: float) -> LoadBatch:
+        """Unbind handles and give their blocks back (draft section 6.4). Returns at once."""
+        with self._changed:
+            return LoadBatch(self, self._core.submit(self._core.protocol.free(handles, generations), None, deadline))
+
+    def poll(self) -> None:
+        """Process what has come, without waiting; for callers that look at `LoadBatch.done`. Fences overdue batches."""
+        with self._changed:
+            self._process()
+
+    def fileno(self) -> int:
+        """Readable when `poll` has something to do."""
+        return int(self._cq.fileno())
+
+    def drive(self, is_done: Callable[[], bool], deadline: float) -> bool:
+        """Process until `is_done`, or until `deadline`; returns what `is_done` says in the end."""
+        while True:
+            with self._changed:
+                while not is_done():
+                    left = deadline - time.monotonic()
+                    if left <= 0:
+                        return False
+                    if not self._is_driven:
+                        break
+                    self._changed.wait(left)
+                else:
+                    return True
+                self._is_driven = True
+            try:
+                self._cq.wait(min(left, _LONGEST_WAIT_S))
+            finally:
+                with self._changed:
+                    self._is_driven = False
+                    self._process()
+
+    def cancel(self, pending: PendingBatch) -> None:
+        """See `LoadBatch.cancel`."""
+        with self._changed:
+            self._core.give_up(pending)
+            self._changed.notify_all()
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Say goodbye, let what is outstanding finish for half of `timeout_s`, end the connection. Idempotent."""
+        with self._changed:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._core.goodbye()
+        start = time.monotonic()
+        self.drive(lambda: self._core.is_over, start + timeout_s * _CLOSE_SHARE)
+        with self._changed:
+            if self._core.protocol.state is not InitiatorState.CLOSED and not self._core.is_disconnected:
+                self._core.protocol.disconnected("it was closed here")
+            if not self._core.is_disconnected:
+                self._core.qp.close(timeout_s * (1 - _CLOSE_SHARE))
+        if not self.drive(lambda: self._core.is_disconnected, start + timeout_s):
+            self._core.qp.abort()
+            self.drive(lambda: self._core.is_disconnected, time.monotonic() + 1.0)
+        self._core.pd.close()
+        self._cq.close()
+
+    def __enter__(self) -> InitiatorSession:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _process(self) -> None:
+        self._core.process(self._cq.poll(), time.monotonic())
+        self._changed.notify_all()

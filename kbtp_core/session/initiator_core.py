@@ -1,0 +1,325 @@
+"""An initiator on a fabric, without threads and without waiting: completions and `now` go in, batches of work requests come out.
+
+1. Receives for all that may be outstanding are posted before the first request is sent, and a receive is posted again before its
+   credit is used again: a peer never finds none.
+2. A batch whose deadline passes is fenced: its region is closed, so that nothing lands there any more, and only then it fails.
+   What is outstanding of it keeps its credit until it is answered.
+3. After the session's end every batch is done, with the answers that came and an error.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from kbtp_core.errors import DeadlineExceeded, KbtpError, SessionClosed
+from kbtp_core.fabric.api import (
+    WORK_REQUEST,
+    Array,
+    CompletionQueue,
+    CompletionStatus,
+    Fabric,
+    Op,
+    QueueLimits,
+    QueuePair,
+    QueuePairClosed,
+    Region,
+    WrFlag,
+)
+from kbtp_core.protocol.constants import (
+    COMPLETION_BYTES,
+    HELLO_ACK_LIMIT_BYTES,
+    HELLO_LIMIT_BYTES,
+    NO_STATUS,
+    REQUEST_BYTES,
+    Status,
+)
+from kbtp_core.protocol.initiator import Batch, HelloParameters, Initiator, InitiatorState
+from kbtp_core.session.slots import ReceiveRows, SendRows
+
+SPARE_RECEIVES: Final = 8
+_SPARE_SENDS: Final = 2  # GOODBYE passes outstanding requests
+_GREETING_ID: Final = 1 << 32  # wr_id of the first receive for a HELLO_ACK
+_GREETINGS: Final = 2  # a HELLO_ACK, and a GOODBYE that may follow at once
+
+
+class PendingBatch:
+    """n requests under way, and their results as arrays of shape (n,); NO_STATUS where there is no answer.
+
+    `error` is why the batch as a whole has failed, or None; a request's own failure is only in `status`.
+    """
+
+    def __init__(self, batch: Batch, region: Region | None, deadline: float) -> None:
+        self.count = batch.count
+        self.deadline = deadline
+        self.error: KbtpError | None = None
+        self.done = False
+        self.region = region
+        self.batch = batch
+        self._results: tuple[NDArray[np.uint16], NDArray[np.uint16], NDArray[np.uint32], NDArray[np.uint64]] | None = None
+
+    @property
+    def status(self) -> NDArray[np.uint16]:
+        return self.batch.status if self._results is None else self._results[0]
+
+    @property
+    def generation(self) -> NDArray[np.uint16]:
+        return self.batch.generation if self._results is None else self._results[1]
+
+    @property
+    def data_length(self) -> NDArray[np.uint32]:
+        return self.batch.data_length if self._results is None else self._results[2]
+
+    @property
+    def block_offset(self) -> NDArray[np.uint64]:
+        return self.batch.block_offset if self._results is None else self._results[3]
+
+    @property
+    def ok(self) -> bool:
+        """Done, and every request was answered OK."""
+        return self.done and self.error is None and bool((self.status == Status.OK).all())
+
+    def finish(self, error: KbtpError | None) -> None:
+        """Done: results stay as they are now, whatever still arrives."""
+        batch = self.batch
+        self._results = (batch.status, batch.generation, batch.data_length, batch.block_offset)
+        self.error = error
+        self.done = True
+
+
+class InitiatorCore:
+    """A session with the target at host:port; `start` begins it, `process` moves it on."""
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        cq: CompletionQueue,
+        host: str,
+        port: int,
+        parameters: HelloParameters,
+        *,
+        incarnation: int,
+        secret: bytes | None = None,
+        startup_timeout_s: float = 5.0,
+    ) -> None:
+        self.peer = f"{host}:{port}"
+        self.protocol = Initiator(parameters, peer=self.peer, incarnation=incarnation, secret=secret)
+        self.is_disconnected = False
+        self.pd = fabric.alloc_pd()
+        self._address = (host, port)
+        limits = QueueLimits(
+            send_depth=parameters.outstanding + _SPARE_SENDS + _GREETINGS,
+            receive_depth=parameters.outstanding + SPARE_RECEIVES + _GREETINGS,
+            startup_timeout_s=startup_timeout_s,
+        )
+        self.qp: QueuePair = fabric.create_qp(self.pd, cq, limits)
+        self._greetings = ReceiveRows(self.pd, _GREETINGS, HELLO_ACK_LIMIT_BYTES, _GREETING_ID)
+        self._hellos = SendRows(self.pd, 2, HELLO_LIMIT_BYTES)
+        self._sends: SendRows | None = None
+        self._receives: ReceiveRows | None = None
+        self._pending: dict[int, PendingBatch] = {}
+        self._deadlines: list[tuple[float, int]] = []  # heap of (deadline, batch sequence)
+
+    # Session ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_ready(self) -> bool:
+        return self.protocol.state is InitiatorState.READY
+
+    @property
+    def error(self) -> KbtpError | None:
+        """Why the session has ended or is ending."""
+        return self.protocol.error
+
+    @property
+    def is_over(self) -> bool:
+        return self.is_disconnected or self.protocol.state is InitiatorState.CLOSED
+
+    def start(self) -> None:
+        self.qp.post_receive(self._greetings.requests(np.arange(_GREETINGS, dtype=np.int64)))
+        self.qp.connect(*self._address)
+
+    def process(self, completions: Array, now: float) -> None:
+        """Take completions (dtype COMPLETION) of this session's queue pair, fail what is overdue, send what credit allows."""
+        if len(completions):
+            op = completions["op"]
+            received = op == Op.RECEIVE
+            if np.count_nonzero(received):
+                self._on_received(completions[received])
+            for completion in completions[~received].tolist():
+                self._on_other(completion)
+        self.expire(now)
+        self.flush()
+
+    def goodbye(self) -> None:
+        """Announce the end, if the session is ready; requests that are outstanding are still answered."""
+        if self.is_ready:
+            self._send_control(self.protocol.goodbye())
+            self._settle_after(self.protocol.state)
+
+    def flush(self) -> None:
+        """Post the requests that credit and the send queue have room for."""
+        sends = self._sends
+        if sends is None:
+            return
+        while (window := self.protocol.take_window(sends.free_count)) is not None:
+            batch, start, stop = window
+            self._post(sends, batch.messages[start:stop], None if batch.message_lengths is None else batch.message_lengths[start:stop])
+
+    def expire(self, now: float) -> None:
+        """Fence and fail the batches whose deadline has passed."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            deadline, sequence = heapq.heappop(self._deadlines)
+            pending = self._pending.get(sequence)
+            if pending is not None and pending.deadline == deadline:
+                self._expire(pending)
+
+    # Requests --------------------------------------------------------------------------------------------------------
+
+    def submit(self, batch: Batch, region: Region | None, deadline: float) -> PendingBatch:
+        """Follow a batch that was queued on `protocol`, and send what can be sent of it."""
+        pending = PendingBatch(batch, region, deadline)
+        self._pending[batch.sequence] = pending
+        heapq.heappush(self._deadlines, (deadline, batch.sequence))
+        self.flush()
+        return pending
+
+    def give_up(self, pending: PendingBatch) -> None:
+        """Fence a batch now, as if its deadline had passed."""
+        if not pending.done:
+            self._expire(pending)
+
+    # Inside ----------------------------------------------------------------------------------------------------------
+
+    def _expire(self, pending: PendingBatch) -> None:
+        if pending.region is not None:
+            pending.region.close()
+        self.protocol.abandon(pending.batch)
+        del self._pending[pending.batch.sequence]
+        unanswered = int(np.count_nonzero(pending.batch.status == NO_STATUS))
+        pending.finish(
+            DeadlineExceeded(
+                f"{unanswered} of {pending.count} requests to {self.peer} were not answered in time; their memory is fenced. "
+                f"Allow more time, or look at what the target does"
+            )
+        )
+
+    def _on_received(self, completions: Array) -> None:
+        """Messages, in the order that they came. A run of COMPLETIONs is one array."""
+        completions = completions[completions["status"] == CompletionStatus.OK]
+        if not len(completions):
+            return
+        before = self.protocol.state
+        receives = self._receives
+        wr_ids = completions["wr_id"]
+        is_plain = (wr_ids < _GREETING_ID) & (completions["length"] == COMPLETION_BYTES)
+        if receives is not None and np.count_nonzero(is_plain) == len(completions):
+            rows = wr_ids.astype(np.int64)
+            self._on_done(self.protocol.receive_completions(receives.memory[rows, :COMPLETION_BYTES]))
+        else:
+            for wr_id, length in zip(wr_ids.tolist(), completions["length"].tolist(), strict=True):
+                self._on_message(wr_id, length)
+            rows = wr_ids[wr_ids < _GREETING_ID].astype(np.int64)
+        if receives is not None and len(rows):
+            self._post_receives(receives, rows)
+        if self.protocol.state is not before:
+            self._settle_after(before)
+
+    def _on_message(self, wr_id: int, length: int) -> None:
+        if wr_id >= _GREETING_ID:
+            message = self._greetings.message(wr_id - _GREETING_ID, length)
+        else:
+            assert self._receives is not None
+            message = self._receives.message(wr_id, length)
+        if length == COMPLETION_BYTES and self._receives is not None:
+            self._on_done(self.protocol.receive_completions(np.frombuffer(message, np.uint8).reshape(1, -1)))
+            return
+        was_ready = self.is_ready
+        for answer in self.protocol.receive(message):
+            self._post_receives(self._greetings, np.array([wr_id - _GREETING_ID], np.int64))
+            self._send_control(answer)
+        if self.is_ready and not was_ready:
+            self._on_ready()
+
+    def _on_ready(self) -> None:
+        ack = self.protocol.ack
+        assert ack is not None
+        outstanding = min(ack.outstanding, self.protocol.parameters.outstanding)
+        self._sends = SendRows(self.pd, outstanding + _SPARE_SENDS, REQUEST_BYTES + ack.inline_bytes)
+        self._receives = ReceiveRows(self.pd, outstanding + SPARE_RECEIVES, COMPLETION_BYTES)
+        self._post_receives(self._receives, np.arange(self._receives.count, dtype=np.int64))
+
+    def _on_done(self, batches: list[Batch]) -> None:
+        for batch in batches:
+            pending = self._pending.pop(batch.sequence, None)
+            if pending is not None:
+                pending.finish(self.error if np.count_nonzero(batch.status == NO_STATUS) else None)
+
+    def _settle_after(self, before: InitiatorState) -> None:
+        """The protocol has left the state `before`: fail what will get no answer, and close what is over."""
+        state = self.protocol.state
+        if state in (InitiatorState.CLOSING, InitiatorState.CLOSED):
+            over = state is InitiatorState.CLOSED
+            for pending in list(self._pending.values()):
+                if over or pending.batch.is_done:
+                    del self._pending[pending.batch.sequence]
+                    is_whole = not np.count_nonzero(pending.batch.status == NO_STATUS)
+                    pending.finish(None if is_whole else self.error or SessionClosed(f"the session with {self.peer} has ended"))
+        if state is InitiatorState.CLOSED and before is not InitiatorState.CLOSED and not self.is_disconnected:
+            self.qp.close()
+
+    def _on_other(self, completion: tuple[Any, ...]) -> None:
+        wr_id, _, op, status, _, _, _, value = completion
+        before = self.protocol.state
+        if op == Op.CONNECTED:
+            if before is InitiatorState.START:
+                self._send_control(self.protocol.hello())
+        elif op == Op.DISCONNECTED:
+            self.is_disconnected = True
+            self.protocol.disconnected(_why(status, value))
+            self._settle_after(before)
+        elif status == CompletionStatus.OK and self._sends is not None and wr_id:
+            self._sends.release(wr_id)
+
+    def _send_control(self, message: bytes) -> None:
+        """HELLO, HELLO with proof, or GOODBYE."""
+        rows = self._hellos if self._sends is None else self._sends
+        if rows.free_count:
+            self._post(rows, np.frombuffer(message, np.uint8).reshape(1, -1), None)
+
+    def _post(self, sends: SendRows, messages: NDArray[np.uint8], lengths: ArrayLike | None) -> None:
+        rows, mark = sends.take(len(messages))
+        sends.memory[rows, : messages.shape[1]] = messages
+        requests = np.zeros(len(messages), WORK_REQUEST)
+        requests["op"] = Op.SEND
+        requests["length"] = messages.shape[1] if lengths is None else lengths
+        requests["local_stag"] = sends.region.stag
+        requests["local_offset"] = rows * sends.stride
+        if sends is self._sends:
+            requests["wr_id"][-1] = mark
+            requests["flags"][-1] = WrFlag.SIGNALED
+        try:
+            self.qp.post_send(requests)
+        except QueuePairClosed:
+            self._lost()
+
+    def _post_receives(self, receives: ReceiveRows, rows: NDArray[np.int64]) -> None:
+        try:
+            self.qp.post_receive(receives.requests(rows))
+        except QueuePairClosed:
+            self._lost()
+
+    def _lost(self) -> None:
+        """The queue pair has ended, and DISCONNECTED, which says why, is on its way: send nothing more until then."""
+        self._sends = None
+
+
+def _why(status: int, value: int) -> str:
+    if status == CompletionStatus.CONNECT_FAILED:
+        return "it could not be connected to. Is a target listening there?"
+    if value:
+        return f"the connection broke (Terminate layer {value >> 12 & 15}, type {value >> 8 & 15}, code {value & 255:#04x})"
+    return "the peer closed the connection"

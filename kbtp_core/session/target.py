@@ -1,0 +1,139 @@
+"""A target as a server: the thread, the clock and the lock around `TargetCore`.
+
+One thread waits for completions and drives everything. Local calls (`bind`, `reclaim`, `take_drained`) come from any thread and are
+short; one lock covers the target. Nothing waits without a bound.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import Final
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from kbtp_core.errors import SessionClosed
+from kbtp_core.fabric.api import Fabric
+from kbtp_core.protocol.target import Target
+from kbtp_core.session.target_core import PoolRegion, TargetCore
+
+_log = logging.getLogger(__name__)
+
+_IDLE_WAIT_S: Final = 0.25  # how late an overdue HELLO may be noticed
+_DRAIN_WAIT_S: Final = 0.001  # how often readers of cleared blocks are asked for
+
+
+class TargetServer:
+    """Serves `target` at host:port of `fabric` (port 0: any) from construction until `close`.
+
+    `pool_region` registers the pool's memory in a connection's protection domain. With `use_executor` plain LOADs are answered by
+    the provider where it can. At most `session_limit` connections are served at once; each must say HELLO within `hello_timeout_s`.
+
+    Raises FabricError if the address can't be had.
+    """
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        target: Target,
+        pool_region: PoolRegion,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        use_executor: bool = True,
+        session_limit: int = 256,
+        hello_timeout_s: float = 5.0,
+    ) -> None:
+        self.target: Final = target
+        self._cq = fabric.create_cq()
+        self._lock = threading.Lock()
+        self._core = TargetCore(
+            fabric,
+            self._cq,
+            target,
+            pool_region,
+            use_executor=use_executor,
+            session_limit=session_limit,
+            hello_timeout_s=hello_timeout_s,
+        )
+        self._listener = fabric.listen(host, port, self._cq, startup_timeout_s=hello_timeout_s)
+        self.address: Final[tuple[str, int]] = self._listener.address
+        self._is_stopping = False
+        self._is_accepting = True
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=f"kbtp-target-{self.address[1]}", daemon=True)
+        self._thread.start()
+
+    def bind(self, handles: ArrayLike, block_offsets: ArrayLike, lengths: ArrayLike, *, sealed: bool = True) -> NDArray[np.uint16]:
+        """See `Target.bind`."""
+        with self._lock:
+            return self.target.bind(handles, block_offsets, lengths, sealed=sealed)
+
+    def reclaim(self, handles: ArrayLike) -> NDArray[np.bool_]:
+        """See `Target.reclaim`. Late LOADs are refused from now on; those under way end, and then `take_drained` has the handle."""
+        with self._lock:
+            return self.target.reclaim(handles)
+
+    def take_drained(self) -> NDArray[np.uint64]:
+        """See `Target.take_drained`."""
+        with self._lock:
+            return self.target.take_drained()
+
+    @property
+    def session_count(self) -> int:
+        with self._lock:
+            return self._core.connection_count
+
+    def check(self) -> None:
+        """Raise SessionClosed if the server's thread has died; a target that answers nothing must not look alive."""
+        if self._failure is not None:
+            raise SessionClosed(f"the target at {self.address[0]}:{self.address[1]} has failed: {self._failure!r}") from self._failure
+
+    def check_integrity(self) -> None:
+        """Assert the target's invariants."""
+        with self._lock:
+            self.target.check_integrity()
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Say goodbye, wait up to `timeout_s` for peers to finish, end every connection. Idempotent."""
+        with self._lock:
+            if self._is_stopping:
+                return
+            self._is_accepting = False
+            self._listener.close()
+            self._core.shut_down()
+        deadline = time.monotonic() + timeout_s
+        self._wait_for_disconnects(min(deadline, time.monotonic() + timeout_s / 2))
+        with self._lock:
+            self._core.close_all()
+        self._wait_for_disconnects(deadline)
+        self._is_stopping = True
+        self._cq.wake()
+        self._thread.join(timeout=timeout_s)
+        self._cq.close()
+
+    def _wait_for_disconnects(self, deadline: float) -> None:
+        while self.session_count and self._thread.is_alive() and time.monotonic() < deadline:
+            time.sleep(0.002)
+
+    def _run(self) -> None:
+        try:
+            while not self._is_stopping:
+                self._cq.wait(_DRAIN_WAIT_S if self._core.has_pending_work else _IDLE_WAIT_S)
+                self._step()
+        except BaseException as error:
+            self._failure = error
+            _log.critical("the target at %s:%d has failed and serves nobody any more", *self.address, exc_info=True)
+            with self._lock:
+                self._core.close_all()
+            raise
+
+    def _step(self) -> None:
+        with self._lock:
+            now = time.monotonic()
+            if self._is_accepting:
+                for request in self._listener.poll():
+                    self._core.admit(request, now)
+            self._core.process(self._cq.poll(), now)

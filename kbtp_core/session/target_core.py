@@ -1,0 +1,321 @@
+"""A target on a fabric, without threads and without waiting: completions and `now` go in, batches of work requests come out.
+
+Each connection has a protection domain of its own, so that what one peer learns of STags is worth nothing on another. The rules
+that keep a connection sound:
+1. As many receives are posted as a peer may have requests outstanding, and a few more; the receive of a message is posted again only
+   when that message is answered, right before the answer. So an executor runs nothing while a message waits for its answer.
+2. Until HELLO is answered a peer has one receive, and a deadline.
+3. What does not fit into the send queue waits here, in order; it is posted when earlier requests have completed.
+4. The session hears `disconnected` only when the queue pair's DISCONNECTED was polled: nothing of it touches memory any more.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+import numpy as np
+
+from kbtp_core.fabric.api import (
+    WORK_REQUEST,
+    Array,
+    CompletionQueue,
+    CompletionStatus,
+    ConnectionRequest,
+    Executor,
+    Fabric,
+    FabricError,
+    Op,
+    ProtectionDomain,
+    QueueLimits,
+    QueuePair,
+    QueuePairClosed,
+    Region,
+    WrFlag,
+)
+from kbtp_core.protocol.constants import HEADER_BYTES, HELLO_ACK_LIMIT_BYTES, HELLO_LIMIT_BYTES, REQUEST_BYTES
+from kbtp_core.protocol.effects import Close, Effect, Read, Send, Write
+from kbtp_core.protocol.target import Target
+from kbtp_core.protocol.target_session import TargetSession, TargetState
+from kbtp_core.session.slots import ReceiveRows, SendRows
+
+_log = logging.getLogger(__name__)
+
+SPARE_RECEIVES: Final = 8
+SMALLEST_RECEIVE_BYTES: Final = 640
+_GREETING_ID: Final = 1 << 32  # wr_id of the receive for a HELLO
+_ANSWER_BYTES: Final = 64
+_SENDS: Final = frozenset({Op.SEND, Op.SEND_INVALIDATE, Op.SEND_SE, Op.SEND_SE_INVALIDATE})
+
+PoolRegion = Callable[[ProtectionDomain], Region]
+"""Registers the pool's memory in a connection's protection domain, with LOCAL_WRITE if stores are served."""
+
+
+class _Connection:
+    """One queue pair and its session."""
+
+    def __init__(self, core: TargetCore, request: ConnectionRequest, now: float) -> None:
+        limits = core.target.limits
+        self.core = core
+        self.peer = request.peer
+        self.hello_deadline = now + core.hello_timeout_s
+        self.send_depth = 2 * limits.outstanding + SPARE_RECEIVES
+        self.pd = core.fabric.alloc_pd()
+        queue = QueueLimits(
+            send_depth=self.send_depth, receive_depth=limits.outstanding + SPARE_RECEIVES + 2, startup_timeout_s=core.hello_timeout_s
+        )
+        try:
+            self.pool = core.pool_region(self.pd)
+            self.greetings = ReceiveRows(self.pd, 1, HELLO_LIMIT_BYTES, _GREETING_ID)
+            self.greeting_answers = SendRows(self.pd, 2, HELLO_ACK_LIMIT_BYTES)
+            self.answers = SendRows(self.pd, self.send_depth, _ANSWER_BYTES)
+            self.qp: QueuePair = request.create_qp(self.pd, core.cq, queue)
+        except FabricError:
+            self.pd.close()
+            raise
+        self.receives: ReceiveRows | None = None  # once HELLO is granted
+        self.held: deque[int] = deque()  # receive rows whose messages are not answered
+        self.backlog: deque[Effect] = deque()
+        self.posted_count = 0  # work requests ever posted
+        self.retired_count = 0  # of those, known to have completed
+        self.signaled: deque[tuple[int, int]] = deque()  # (posted_count behind it, mark in `answers`) of each signaled request
+        self.is_closing = False
+        self.session: TargetSession = core.target.open_session(self.peer)
+
+    @property
+    def is_greeted(self) -> bool:
+        return self.receives is not None
+
+    def start(self) -> None:
+        self.qp.post_receive(self.greetings.requests(np.zeros(1, np.int64)))
+        self.qp.accept()
+
+    def on_receive(self, wr_id: int, length: int, now: float) -> None:
+        if wr_id == _GREETING_ID:
+            message = self.greetings.message(0, length)
+        else:
+            assert self.receives is not None
+            message = self.receives.message(wr_id, length)
+            self.held.append(wr_id)
+        self.add(self.session.receive(message, now))
+
+    def on_sent(self, op: int, wr_id: int, ok: bool, now: float) -> None:
+        """A work request has completed; all before it have too."""
+        if ok:
+            self.retired_count, mark = self.signaled.popleft()
+            self.answers.release(mark)
+        if op == Op.WRITE and wr_id:
+            self.add(self.session.write_done(wr_id, ok, now))
+        elif op == Op.READ:
+            self.add(self.session.read_done(wr_id, ok, now))
+
+    def add(self, effects: Iterable[Effect]) -> None:
+        self.backlog.extend(effects)
+        if self.backlog:
+            self.core.dirty.add(self)
+
+    def flush(self) -> None:
+        """Post what fits of the backlog, as one batch; with a Close at its end."""
+        if not self.is_greeted and self.session.state is TargetState.READY:
+            self._grant()
+        requests: list[tuple[int, ...]] = []
+        answered = 0
+        room = self.send_depth - (self.posted_count - self.retired_count)
+        signaled: list[tuple[int, int]] = []
+        while self.backlog and len(requests) < room:
+            effect = self.backlog[0]
+            if isinstance(effect, Close):
+                break
+            request, mark, answers = self._work_request(effect)
+            if request is None:
+                break
+            self.backlog.popleft()
+            requests.append(request)
+            answered += answers
+            if request[2] & WrFlag.SIGNALED:
+                signaled.append((self.posted_count + len(requests), mark))
+        try:
+            self._post(requests, signaled, answered)
+            if self.backlog and isinstance(self.backlog[0], Close):
+                self._close(self.backlog[0])
+        except QueuePairClosed:
+            self.backlog.clear()  # DISCONNECTED is on its way, and with it the session's end
+
+    def _work_request(self, effect: Send | Write | Read) -> tuple[tuple[int, ...] | None, int, int]:
+        """(work request, send mark, messages that it answers); None if a send row has to be waited for."""
+        #    wr_id, op, flags, reserved, length, local STag, remote STag, local offset, remote offset, operand, mask, compare, its mask
+        match effect:
+            case Write():
+                flags = WrFlag.SIGNALED | (WrFlag.SNAPSHOT if effect.snapshot else WrFlag.NONE)
+                local = (effect.length, self.pool.stag, effect.stag, effect.block_offset, effect.offset)
+                return (effect.token, Op.WRITE, flags, 0, *local, 0, 0, 0, 0), self.answers.mark, 0
+            case Read():
+                local = (effect.length, self.pool.stag, effect.stag, effect.block_offset, effect.offset)
+                return (effect.token, Op.READ, WrFlag.SIGNALED, 0, *local, 0, 0, 0, 0), self.answers.mark, 0
+        rows = self.answers if len(effect.data) <= _ANSWER_BYTES else self.greeting_answers
+        if not rows.free_count:
+            return None, 0, 0
+        (row,), _ = rows.take(1)
+        rows.memory[row, : len(effect.data)] = np.frombuffer(effect.data, np.uint8)
+        op = Op.SEND if effect.invalidate_stag is None else Op.SEND_INVALIDATE
+        local = (len(effect.data), rows.region.stag, effect.invalidate_stag or 0, rows.offset(int(row)), 0)
+        return (0, op, WrFlag.NONE, 0, *local, 0, 0, 0, 0), self.answers.mark, effect.answers
+
+    def _post(self, requests: list[tuple[int, ...]], signaled: list[tuple[int, int]], answered: int) -> None:
+        if not requests:
+            return
+        if answered and self.receives is not None:
+            rows = [self.held.popleft() for _ in range(min(answered, len(self.held)))]
+            if rows:
+                self.qp.post_receive(self.receives.requests(np.array(rows, np.int64)))
+        elif answered and self.session.state is TargetState.PROVING:
+            self.qp.post_receive(self.greetings.requests(np.zeros(1, np.int64)))
+        batch = np.array(requests, WORK_REQUEST)
+        if not batch["flags"][-1] & WrFlag.SIGNALED:
+            batch["flags"][-1] |= WrFlag.SIGNALED
+            signaled.append((self.posted_count + len(requests), self.answers.mark))
+        self.posted_count += len(requests)
+        self.signaled.extend(signaled)
+        self.qp.post_send(batch)
+
+    def _grant(self) -> None:
+        """HELLO was granted: receives for what was granted, then the executor, and only then the answer."""
+        ack = self.session.ack
+        assert ack is not None
+        size = max(SMALLEST_RECEIVE_BYTES, HEADER_BYTES + REQUEST_BYTES + ack.inline_bytes)
+        count = ack.outstanding + SPARE_RECEIVES
+        self.receives = ReceiveRows(self.pd, count, size)
+        try:
+            self.qp.post_receive(self.receives.requests(np.arange(count, dtype=np.int64)))
+            if self.core.executor is not None:
+                self.qp.attach_executor(self.core.executor, self.pool)
+        except QueuePairClosed:
+            return  # DISCONNECTED is on its way
+
+    def _close(self, effect: Close) -> None:
+        self.backlog.clear()
+        if not self.is_closing:
+            self.is_closing = True
+            _log.info("session of %s ends: %s", self.peer, effect.reason)
+            self.qp.close()
+
+    def end(self, now: float) -> None:
+        """DISCONNECTED was polled."""
+        self.backlog.clear()
+        self.session.disconnected(now)
+        self.pd.close()
+
+
+class TargetCore:
+    """See the module. `target` is driven by this object alone; `pool_region` registers its pool."""
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        cq: CompletionQueue,
+        target: Target,
+        pool_region: PoolRegion,
+        *,
+        use_executor: bool = True,
+        session_limit: int = 256,
+        hello_timeout_s: float = 5.0,
+    ) -> None:
+        self.fabric = fabric
+        self.cq = cq
+        self.target = target
+        self.pool_region = pool_region
+        self.session_limit = session_limit
+        self.hello_timeout_s = hello_timeout_s
+        self.dirty: set[_Connection] = set()
+        table = target.table
+        self.executor: Executor | None = (
+            fabric.create_executor(table.entries, table.base_handle, target.pool.block_bytes) if use_executor else None
+        )
+        if self.executor is not None:
+            target.readers = self.executor.readers
+        self._connections: dict[int, _Connection] = {}
+        self._by_session: dict[TargetSession, _Connection] = {}
+
+    @property
+    def connection_count(self) -> int:
+        return len(self._connections)
+
+    @property
+    def has_pending_work(self) -> bool:
+        """Something waits that no completion may announce: call `tick` soon."""
+        return self.target.draining_count > 0
+
+    def admit(self, request: ConnectionRequest, now: float) -> None:
+        """Take a connection, or reject it if there are as many as may be."""
+        if len(self._connections) >= self.session_limit or self.target.is_shutting_down:
+            _log.warning("rejected %s: %d sessions of %d", request.peer, len(self._connections), self.session_limit)
+            request.reject()
+            return
+        try:
+            connection = _Connection(self, request, now)
+        except FabricError as error:
+            _log.warning("rejected %s: %s", request.peer, error)
+            request.reject()
+            return
+        self._connections[connection.qp.number] = connection
+        self._by_session[connection.session] = connection
+        try:
+            connection.start()
+        except QueuePairClosed:
+            _log.info("lost %s while it was accepted", request.peer)
+
+    def process(self, completions: Array, now: float) -> None:
+        """Take completions (dtype COMPLETION) of this target's queue pairs, and post what follows."""
+        for completion in completions.tolist():
+            self._on_completion(completion, now)
+        self.tick(now)
+
+    def tick(self, now: float) -> None:
+        """Move drained blocks on, end connections whose HELLO is overdue, post what waits."""
+        for session in self.target.tick(now):
+            connection = self._by_session.get(session)
+            effects = session.take_effects()
+            if connection is not None:
+                connection.add(effects)
+        for connection in self._connections.values():
+            if not connection.is_greeted and now >= connection.hello_deadline and not connection.is_closing:
+                connection.is_closing = True
+                _log.info("session of %s ends: no HELLO within %g s", connection.peer, self.hello_timeout_s)
+                connection.qp.abort()
+        self.flush()
+
+    def shut_down(self) -> None:
+        """Say goodbye on every session; new requests are answered SHUTTING_DOWN from now on."""
+        for session in self.target.shut_down():
+            self._by_session[session].add(session.take_effects())
+        self.flush()
+
+    def close_all(self) -> None:
+        """End every connection in order; DISCONNECTED follows for each."""
+        for connection in self._connections.values():
+            connection.is_closing = True
+            connection.qp.close()
+
+    def flush(self) -> None:
+        while self.dirty:
+            self.dirty.pop().flush()
+
+    def _on_completion(self, completion: tuple[Any, ...], now: float) -> None:
+        wr_id, number, op, status, _, length = completion[:6]
+        connection = self._connections.get(number)
+        if connection is None:
+            return
+        if op == Op.DISCONNECTED:
+            del self._connections[number]
+            del self._by_session[connection.session]
+            self.dirty.discard(connection)
+            connection.end(now)
+        elif op == Op.RECEIVE:
+            if status == CompletionStatus.OK:
+                connection.on_receive(wr_id, length, now)
+        elif op in _SENDS or op in (Op.WRITE, Op.READ):
+            if status != CompletionStatus.FLUSHED:  # the flushed are settled by `end`
+                connection.on_sent(op, wr_id, status == CompletionStatus.OK, now)
+            self.dirty.add(connection)
