@@ -18,8 +18,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kbtp_core import _native
-from kbtp_core.fabric.api import COMPLETION, RECEIVE_REQUEST, WORK_REQUEST, Access, Array, FabricError, QueueFull, QueueLimits, QueuePairClosed
+from kbtp_core.fabric.api import (
+    COMPLETION,
+    RECEIVE_REQUEST,
+    WORK_REQUEST,
+    Access,
+    Array,
+    FabricError,
+    QueueFull,
+    QueueLimits,
+    QueuePairClosed,
+)
 from kbtp_core.fabric.api import CompletionQueue as CompletionQueueLike
+from kbtp_core.fabric.api import ConnectionRequest as ConnectionRequestLike
 from kbtp_core.fabric.api import Executor as ExecutorLike
 from kbtp_core.fabric.api import ProtectionDomain as ProtectionDomainLike
 from kbtp_core.fabric.api import Region as RegionLike
@@ -31,7 +42,7 @@ MAX_PRIVATE_DATA = 252
 class Region:
     """Registered memory; see `fabric.api.Region`."""
 
-    def __init__(self, device: Any, native: Any, owner: object) -> None:
+    def __init__(self, device: _native.Device, native: _native.Region, owner: object) -> None:
         self.native = native
         self.stag: int = native.stag
         self.length: int = native.length
@@ -50,7 +61,7 @@ class Region:
 class ProtectionDomain:
     """See `fabric.api.ProtectionDomain`."""
 
-    def __init__(self, device: Any) -> None:
+    def __init__(self, device: _native.Device) -> None:
         self._device = device
         self.number: int = device.alloc_pd()
 
@@ -67,7 +78,9 @@ class ProtectionDomain:
     def register_pages(self, addresses: NDArray[np.uint64], page_bytes: int, access: Access, owner: object) -> Region:
         pages = np.ascontiguousarray(addresses, dtype=np.uint64).reshape(-1)
         if pages.size == 0 or page_bytes <= 0:
-            raise FabricError(f"cannot register {pages.size} pages of {page_bytes} octets: at least one page of at least one octet is needed")
+            raise FabricError(
+                f"cannot register {pages.size} pages of {page_bytes} octets: at least one page of at least one octet is needed"
+            )
         return Region(self._device, self._device.register_pages(self.number, int(access), pages, page_bytes), owner)
 
     def close(self) -> None:
@@ -86,7 +99,8 @@ class CompletionQueue:
         if limit > self._buffer.size:
             self._buffer = np.empty(limit, COMPLETION)
         count = self.native.poll_into(self._buffer[:limit])
-        return self._buffer[:count].copy()
+        completions: Array = self._buffer[:count].copy()
+        return completions
 
     def wait(self, timeout_s: float) -> bool:
         return bool(self.native.wait(timeout_s))
@@ -120,7 +134,7 @@ class Executor:
 class QueuePair:
     """See `fabric.api.QueuePair`."""
 
-    def __init__(self, native: Any, pd: ProtectionDomain, cq: CompletionQueue, limits: QueueLimits) -> None:
+    def __init__(self, native: _native.QueuePair, pd: ProtectionDomain, cq: CompletionQueue, limits: QueueLimits) -> None:
         self.native = native
         self.number: int = native.number
         self.limits = limits
@@ -153,7 +167,9 @@ class QueuePair:
 
     def _check(self, result: int, queue: str, count: int, depth: int) -> None:
         if result == 1:
-            raise QueueFull(f"{count} more requests do not fit into the {queue} queue of {depth} to {self.peer}: wait for completions, or raise {queue}_depth")
+            raise QueueFull(
+                f"{count} more requests do not fit into the {queue} queue of {depth} to {self.peer}: wait for completions, or raise {queue}_depth"
+            )
         if result == 2:
             raise QueuePairClosed(f"the queue pair to {self.peer} has ended: nothing was posted")
         if result == 3:
@@ -178,7 +194,7 @@ class QueuePair:
 class ConnectionRequest:
     """See `fabric.api.ConnectionRequest`."""
 
-    def __init__(self, native: Any) -> None:
+    def __init__(self, native: _native.ConnectionRequest) -> None:
         self._native = native
         self.peer: str = native.peer
         self.private_data: bytes = native.private_data
@@ -198,11 +214,11 @@ class ConnectionRequest:
 class Listener:
     """See `fabric.api.Listener`."""
 
-    def __init__(self, native: Any) -> None:
+    def __init__(self, native: _native.Listener) -> None:
         self._native = native
         self.address: tuple[str, int] = (native.host, native.port)
 
-    def poll(self) -> list[ConnectionRequest]:
+    def poll(self) -> list[ConnectionRequestLike]:
         return [ConnectionRequest(request) for request in self._native.poll()]
 
     def close(self) -> None:
@@ -212,8 +228,9 @@ class Listener:
 class SoftRnic:
     """A software RNIC device.
 
-    `congestion` is the TCP congestion control for peers on this host (empty: the system's; one the kernel does not allow is ignored).
-    `mulpdu` is the largest ULPDU sent, in octets. `stags` and `first_atomic_id` fix what is otherwise drawn, for frames that tests know by heart.
+    `congestion` is the TCP congestion control for peers on this host (empty: the system's; one the kernel does not allow is
+    ignored). `mulpdu` is the largest ULPDU sent, in octets. `stags` and `first_atomic_id` fix what is otherwise drawn, for frames
+    that tests know by heart.
     """
 
     name = "softrnic"
@@ -267,4 +284,6 @@ def _records(requests: Array, dtype: np.dtype[Any]) -> Array:
 
 def _check_private_data(private_data: bytes) -> None:
     if len(private_data) > MAX_PRIVATE_DATA:
-        raise FabricError(f"private data has {len(private_data)} octets: at most {MAX_PRIVATE_DATA} fit into a start-up frame that every stack accepts")
+        raise FabricError(
+            f"private data has {len(private_data)} octets: at most {MAX_PRIVATE_DATA} fit into a start-up frame that every stack accepts"
+        )
