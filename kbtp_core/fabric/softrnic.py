@@ -167,9 +167,8 @@ class QueuePair:
 
     def _check(self, result: int, queue: str, count: int, depth: int) -> None:
         if result == 1:
-            raise QueueFull(
-                f"{count} more requests do not fit into the {queue} queue of {depth} to {self.peer}: wait for completions, or raise {queue}_depth"
-            )
+            wanted = f"{count} more requests do not fit into the {queue} queue of {depth} to {self.peer}"
+            raise QueueFull(f"{wanted}: wait for completions, or raise {queue}_depth")
         if result == 2:
             raise QueuePairClosed(f"the queue pair to {self.peer} has ended: nothing was posted")
         if result == 3:
