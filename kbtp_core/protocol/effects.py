@@ -9,6 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
+
 
 @dataclass(frozen=True)
 class Send:
@@ -17,6 +20,13 @@ class Send:
     data: bytes
     invalidate_stag: int | None = None
     answers: int = 1
+
+
+@dataclass(frozen=True, eq=False)
+class SendMany:
+    """Send n messages of equal length, (n, length) octets, in order; each finishes one received message."""
+
+    messages: NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
@@ -52,4 +62,4 @@ class Close:
     reason: str
 
 
-Effect: TypeAlias = Send | Write | Read | Close
+Effect: TypeAlias = Send | SendMany | Write | Read | Close

@@ -64,7 +64,7 @@ class BlockPool:
         self.base_offset = base_offset
         self._blocks = memory.reshape(self.block_count, block_bytes)
         self.ring = FreeRing([base_offset + i * block_bytes for i in range(self.block_count)], masked=masked)
-        self._state = np.zeros(self.block_count, np.uint8)
+        self._state = bytearray(self.block_count)  # a BlockState each
         self._allowances: dict[int, Allowance] = {}
 
     @property
@@ -125,13 +125,15 @@ class BlockPool:
         self._blocks[self._index(offset), : octets.size] = octets
 
     def count(self, state: BlockState) -> int:
-        return int(np.count_nonzero(self._state == state))
+        return self._state.count(state)
 
     def check_integrity(self) -> None:
         """Assert rules 1 and 2."""
         self.ring.check_integrity()
         free = {self._index(offset) for offset in self.ring.listed_offsets()}
-        assert free == set(np.flatnonzero(self._state == BlockState.FREE).tolist()), "the ring and the owner states differ"
+        assert free == {index for index, state in enumerate(self._state) if state == BlockState.FREE}, (
+            "the ring and the owner states differ"
+        )
         assert sum(self.count(state) for state in BlockState) == self.block_count
         owned = self.block_count - self.count(BlockState.FREE)
         assert owned == sum(allowance.usage for allowance in self._allowances.values()), "usage miscounted"

@@ -24,6 +24,7 @@ from kbtp_core.protocol.constants import ENTRY_BYTES, GENERATION_LIMIT, EntryFla
 ENTRY: Final = np.dtype([("flags", ">u2"), ("generation", ">u2"), ("data_length", ">u4"), ("block_offset", ">u8")])
 """One table entry as it lies in memory."""
 
+_VALID, _SEALED = int(EntryFlag.VALID), int(EntryFlag.SEALED)
 _entry = struct.Struct(">HHIQ")
 _swap_words: Final = sys.byteorder == "little"
 _fence_first, _fence_second = threading.Lock(), threading.Lock()
@@ -39,11 +40,11 @@ class Entry(NamedTuple):
 
     @property
     def is_valid(self) -> bool:
-        return bool(self.flags & EntryFlag.VALID)
+        return bool(self.flags & _VALID)
 
     @property
     def is_sealed(self) -> bool:
-        return bool(self.flags & EntryFlag.SEALED)
+        return bool(self.flags & _SEALED)
 
 
 def memory_fence() -> None:
@@ -116,12 +117,16 @@ class BlockTable:
         """
         return self._advance(self._indexes_with_valid(handles, True), 0)
 
+    def clear_indexes(self, indexes: NDArray[np.intp]) -> NDArray[np.uint16]:
+        """`clear` for distinct entries that the caller knows to be bound; returns the new generations."""
+        return self._advance(indexes, 0)
+
     def bind_one(self, index: int, offset: int, length: int, sealed: bool) -> int:
         """`bind` for one entry that the caller knows to be clear; returns the new generation."""
         self._store_word(index, 1, length)
         self.entries["block_offset"][index] = offset
         generation = next_generation(int(self._generations[index]))
-        self._publish_one(index, EntryFlag.VALID | (EntryFlag.SEALED if sealed else 0), generation)
+        self._publish_one(index, _VALID | _SEALED if sealed else _VALID, generation)
         return generation
 
     def clear_one(self, index: int) -> int:
@@ -134,7 +139,7 @@ class BlockTable:
         """After a store into a bound, unsealed block: its new length, and its seal. The generation stays."""
         self._store_word(index, 1, length)
         if seal:
-            self._publish_one(index, EntryFlag.VALID | EntryFlag.SEALED, int(self._generations[index]))
+            self._publish_one(index, _VALID | _SEALED, int(self._generations[index]))
 
     def valid_indexes(self, start: int, count: int) -> NDArray[np.intp]:
         """Which entries of [start, start + count) are bound."""

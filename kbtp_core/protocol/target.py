@@ -186,11 +186,7 @@ class Target:
         self._lent()
         indexes = self.table.indexes_of(handles)
         was_bound = self.entry_state[indexes] == EntryState.BOUND
-        cleared = np.unique(indexes[was_bound])
-        if cleared.size:
-            self.table.clear(cleared.astype(np.uint64) + np.uint64(self.table.base_handle))
-            self.entry_state[cleared] = EntryState.DRAINING
-            self._draining_count += cleared.size
+        self.clear_lent(np.unique(indexes[was_bound]))
         return np.asarray(was_bound, np.bool_)
 
     def take_drained(self) -> NDArray[np.uint64]:
@@ -233,8 +229,15 @@ class Target:
         self._draining_count += 1
         if isinstance(self.pool, BlockPool):
             self.pool.drain(self.table.entry(index).block_offset)
-        if self._is_unread(np.array([index]))[0]:
+        if self.reading.item(index) == 0 and self._is_unread(np.array([index])).item(0):
             self._finish_drain(index)
+
+    def clear_lent(self, indexes: NDArray[np.intp]) -> None:
+        """BOUND -> DRAINING for distinct entries of a lent pool; `take_drained` moves them on."""
+        if indexes.size:
+            self.table.clear_indexes(indexes)
+            self.entry_state[indexes] = EntryState.DRAINING
+            self._draining_count += indexes.size
 
     def is_draining(self, index: int) -> bool:
         return bool(self.entry_state[index] == EntryState.DRAINING)
@@ -292,7 +295,7 @@ class Target:
         owner.drained(index)
 
     def _move(self, index: int, before: EntryState, after: EntryState) -> None:
-        assert self.entry_state[index] == before, f"entry {index} is {EntryState(self.entry_state[index]).name}, not {before.name}"
+        assert self.entry_state.item(index) == before, f"entry {index} is {EntryState(self.entry_state[index]).name}, not {before.name}"
         self.entry_state[index] = after
 
     def _lent(self) -> LentPool:

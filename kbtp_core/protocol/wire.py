@@ -55,6 +55,9 @@ RECORD: Final = np.dtype([("request_id", ">u8"), ("status", ">u2"), ("generation
 
 _header = struct.Struct(">BBHQQHH")
 _descriptor = struct.Struct(">IQI")
+_INLINE, _RECORD, _INVALIDATE = int(Flag.INLINE), int(Flag.RECORD), int(Flag.INVALIDATE)  # plain numbers are far quicker than flags
+_STORE = int(Opcode.STORE)
+_ALLOWED = {int(opcode): int(flags) for opcode, flags in ALLOWED_FLAGS.items()}
 _COMPLETION_WORD: Final = np.frombuffer(bytes([VERSION, Opcode.COMPLETION, 0, 0]), np.uint32)[0]  # version, opcode and no flags
 _tail = struct.Struct(">IIQ")  # COMPLETION and BIND share this shape
 
@@ -112,7 +115,7 @@ class Load:
     handle: int
     generation: int
     data: DataDescriptor
-    flags: Flag = Flag.NONE
+    flags: int = 0
     record: CompletionDescriptor | None = None
 
     def encode(self) -> bytes:
@@ -127,7 +130,7 @@ class Store:
     handle: int
     generation: int
     data: DataDescriptor
-    flags: Flag = Flag.NONE
+    flags: int = 0
     record: CompletionDescriptor | None = None
     inline: bytes = b""
 
@@ -150,7 +153,7 @@ class Free:
     request_id: int
     handle: int
     generation: int
-    flags: Flag = Flag.NONE
+    flags: int = 0
     record: CompletionDescriptor | None = None
 
     def encode(self) -> bytes:
@@ -167,7 +170,7 @@ class Bind:
     ticket: int
     data_length: int
     block_offset: int
-    flags: Flag = Flag.NONE
+    flags: int = 0
 
     def encode(self) -> bytes:
         return _encode_request(Opcode.BIND, self, _tail.pack(self.ticket, self.data_length, self.block_offset))
@@ -221,7 +224,7 @@ def _record(message: Load | Store | Free) -> bytes:
 
 
 def _encode_request(opcode: Opcode, message: Request, body: bytes) -> bytes:
-    if not isinstance(message, Bind) and bool(message.flags & Flag.RECORD) != (message.record is not None):
+    if not isinstance(message, Bind) and bool(message.flags & _RECORD) != (message.record is not None):
         raise ValueError(f"{opcode.name} {message.request_id}: the RECORD flag and a completion descriptor go together")
     return _header.pack(VERSION, opcode, message.flags, message.request_id, message.handle, message.generation, 0) + body
 
@@ -234,7 +237,7 @@ def parse(data: bytes) -> Message:
     parser = _PARSERS.get(header.opcode)
     if parser is None or header.version != VERSION:
         return Unknown(header, bytes(data[HEADER_BYTES:]))
-    undefined = header.flags & ~int(ALLOWED_FLAGS.get(header.opcode, 0))
+    undefined = header.flags & ~_ALLOWED.get(header.opcode, 0)
     if undefined:
         raise Malformed(f"{Opcode(header.opcode).name} with undefined flags {undefined:#06x}")
     return parser(header, bytes(data))
@@ -247,7 +250,7 @@ def _expect_length(header: Header, data: bytes, length: int) -> None:
 
 def _parse_record(header: Header, data: bytes, at: int) -> tuple[CompletionDescriptor | None, int]:
     """The Completion Descriptor at `at` if the flags say that there is one, and where the message goes on."""
-    if not header.flags & Flag.RECORD:
+    if not header.flags & _RECORD:
         return None, at
     if len(data) < at + DESCRIPTOR_BYTES:
         raise Malformed(f"{Opcode(header.opcode).name} of {len(data)} octets has no room for its completion descriptor")
@@ -265,15 +268,15 @@ def _parse_load(header: Header, data: bytes) -> Load:
     descriptor = _parse_data(header, data)
     record, end = _parse_record(header, data, REQUEST_BYTES)
     _expect_length(header, data, end)
-    return Load(header.request_id, header.handle, header.generation, descriptor, Flag(header.flags), record)
+    return Load(header.request_id, header.handle, header.generation, descriptor, header.flags, record)
 
 
 def _parse_store(header: Header, data: bytes) -> Store:
     descriptor = _parse_data(header, data)
     record, end = _parse_record(header, data, REQUEST_BYTES)
     inline = b""
-    if header.flags & Flag.INLINE:
-        if header.flags & Flag.INVALIDATE:
+    if header.flags & _INLINE:
+        if header.flags & _INVALIDATE:
             raise Malformed("an inline store names no STag that INVALIDATE could mean")
         if descriptor.stag or descriptor.offset:
             raise Malformed("an inline store must have a zero STag and a zero Tagged Offset")
@@ -282,20 +285,20 @@ def _parse_store(header: Header, data: bytes) -> Store:
             raise Malformed(f"inline length {descriptor.length}, but {len(inline)} octets arrived")
     else:
         _expect_length(header, data, end)
-    kind = Store if header.opcode == Opcode.STORE else AllocStore
-    return kind(header.request_id, header.handle, header.generation, descriptor, Flag(header.flags), record, inline)
+    kind = Store if header.opcode == _STORE else AllocStore
+    return kind(header.request_id, header.handle, header.generation, descriptor, header.flags, record, inline)
 
 
 def _parse_free(header: Header, data: bytes) -> Free:
     record, end = _parse_record(header, data, HEADER_BYTES)
     _expect_length(header, data, end)
-    return Free(header.request_id, header.handle, header.generation, Flag(header.flags), record)
+    return Free(header.request_id, header.handle, header.generation, header.flags, record)
 
 
 def _parse_bind(header: Header, data: bytes) -> Bind:
     _expect_length(header, data, BIND_BYTES)
     ticket, data_length, block_offset = _tail.unpack_from(data, HEADER_BYTES)
-    return Bind(header.request_id, header.handle, header.generation, ticket, data_length, block_offset, Flag(header.flags))
+    return Bind(header.request_id, header.handle, header.generation, ticket, data_length, block_offset, header.flags)
 
 
 def _parse_completion(header: Header, data: bytes) -> Completion:

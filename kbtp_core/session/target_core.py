@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kbtp_core.fabric.api import (
     WORK_REQUEST,
@@ -36,7 +38,7 @@ from kbtp_core.fabric.api import (
     WrFlag,
 )
 from kbtp_core.protocol.constants import HEADER_BYTES, HELLO_ACK_LIMIT_BYTES, HELLO_LIMIT_BYTES, REQUEST_BYTES
-from kbtp_core.protocol.effects import Close, Effect, Read, Send, Write
+from kbtp_core.protocol.effects import Close, Effect, Read, Send, SendMany, Write
 from kbtp_core.protocol.target import Target
 from kbtp_core.protocol.target_session import TargetSession, TargetState
 from kbtp_core.session.slots import ReceiveRows, SendRows
@@ -51,6 +53,61 @@ _SENDS: Final = frozenset({Op.SEND, Op.SEND_INVALIDATE, Op.SEND_SE, Op.SEND_SE_I
 
 PoolRegion = Callable[[ProtectionDomain], Region]
 """Registers the pool's memory in a connection's protection domain, with LOCAL_WRITE if stores are served."""
+
+
+class _PostBatch:
+    """Work requests that will be posted together, behind `posted_count` earlier ones."""
+
+    def __init__(self, posted_count: int) -> None:
+        self.answer_count = 0  # received messages that these requests answer
+        self.signaled: list[tuple[int, int]] = []  # (requests ever posted up to a signaled one, mark in the send rows)
+        self._posted_count = posted_count
+        self._rows: list[tuple[int, ...]] = []  # single requests behind the last of `_arrays`
+        self._arrays: list[Array] = []
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add_signaled(self, op: Op, flags: int, effect: Write | Read, pool_stag: int, mark: int) -> None:
+        self._add(effect.token, op, flags | WrFlag.SIGNALED, effect.length, pool_stag, effect.stag, effect.block_offset, effect.offset)
+        self.signaled.append((self._posted_count + self._count, mark))
+
+    def add_send(self, rows: SendRows, effect: Send) -> None:
+        (row,), _ = rows.take(1)
+        rows.memory[row, : len(effect.data)] = np.frombuffer(effect.data, np.uint8)
+        op = Op.SEND if effect.invalidate_stag is None else Op.SEND_INVALIDATE
+        self._add(0, op, WrFlag.NONE, len(effect.data), rows.region.stag, effect.invalidate_stag or 0, rows.offset(int(row)), 0)
+        self.answer_count += effect.answers
+
+    def add_sends(self, rows: SendRows, messages: NDArray[np.uint8]) -> None:
+        numbers, _ = rows.take(len(messages))
+        rows.memory[numbers, : messages.shape[1]] = messages
+        requests = np.zeros(len(messages), WORK_REQUEST)
+        requests["op"], requests["length"] = Op.SEND, messages.shape[1]
+        requests["local_stag"], requests["local_offset"] = rows.region.stag, numbers * rows.stride
+        self._gather()
+        self._arrays.append(requests)
+        self._count += len(requests)
+        self.answer_count += len(requests)
+
+    def finish(self, mark: int) -> Array:
+        """All of it as one array, whose last request is signaled."""
+        self._gather()
+        requests = self._arrays[0] if len(self._arrays) == 1 else np.concatenate(self._arrays)
+        if not requests["flags"][-1] & int(WrFlag.SIGNALED):
+            requests["flags"][-1] |= int(WrFlag.SIGNALED)
+            self.signaled.append((self._posted_count + self._count, mark))
+        return requests
+
+    def _add(self, wr_id: int, op: int, flags: int, length: int, local_stag: int, stag: int, local_offset: int, offset: int) -> None:
+        self._rows.append((wr_id, op, flags, 0, length, local_stag, stag, local_offset, offset, 0, 0, 0, 0))
+        self._count += 1
+
+    def _gather(self) -> None:
+        if self._rows:
+            self._arrays.append(np.array(self._rows, WORK_REQUEST))
+            self._rows = []
 
 
 class _Connection:
@@ -101,6 +158,12 @@ class _Connection:
             self.held.append(wr_id)
         self.add(self.session.receive(message, now))
 
+    def on_frees(self, wr_ids: NDArray[np.int64], now: float) -> None:
+        """A run of messages that have the length of a FREE."""
+        assert self.receives is not None
+        self.held.extend(wr_ids.tolist())
+        self.add(self.session.receive_frees(self.receives.memory[wr_ids, :HEADER_BYTES], now))
+
     def on_sent(self, op: int, wr_id: int, ok: bool, now: float) -> None:
         """A work request has completed; all before it have too."""
         if ok:
@@ -120,65 +183,54 @@ class _Connection:
         """Post what fits of the backlog, as one batch; with a Close at its end."""
         if not self.is_greeted and self.session.state is TargetState.READY:
             self._grant()
-        requests: list[tuple[int, ...]] = []
-        answered = 0
+        batch = _PostBatch(self.posted_count)
         room = self.send_depth - (self.posted_count - self.retired_count)
-        signaled: list[tuple[int, int]] = []
-        while self.backlog and len(requests) < room:
+        while self.backlog and len(batch) < room:
             effect = self.backlog[0]
-            if isinstance(effect, Close):
+            if isinstance(effect, Close) or not self._translate(effect, batch, room - len(batch)):
                 break
-            request, mark, answers = self._work_request(effect)
-            if request is None:
-                break
-            self.backlog.popleft()
-            requests.append(request)
-            answered += answers
-            if request[2] & WrFlag.SIGNALED:
-                signaled.append((self.posted_count + len(requests), mark))
         try:
-            self._post(requests, signaled, answered)
+            self._post(batch)
             if self.backlog and isinstance(self.backlog[0], Close):
                 self._close(self.backlog[0])
         except QueuePairClosed:
             self.backlog.clear()  # DISCONNECTED is on its way, and with it the session's end
 
-    def _work_request(self, effect: Send | Write | Read) -> tuple[tuple[int, ...] | None, int, int]:
-        """(work request, send mark, messages that it answers); None if a send row has to be waited for."""
-        #    wr_id, op, flags, reserved, length, local STag, remote STag, local offset, remote offset, operand, mask, compare, its mask
+    def _translate(self, effect: Send | SendMany | Write | Read, batch: _PostBatch, room: int) -> bool:
+        """Move the first effect of the backlog into `batch`; False if a send row has to be waited for."""
         match effect:
             case Write():
-                flags = WrFlag.SIGNALED | (WrFlag.SNAPSHOT if effect.snapshot else WrFlag.NONE)
-                local = (effect.length, self.pool.stag, effect.stag, effect.block_offset, effect.offset)
-                return (effect.token, Op.WRITE, flags, 0, *local, 0, 0, 0, 0), self.answers.mark, 0
+                flags = WrFlag.SNAPSHOT if effect.snapshot else WrFlag.NONE
+                batch.add_signaled(Op.WRITE, flags, effect, self.pool.stag, self.answers.mark)
             case Read():
-                local = (effect.length, self.pool.stag, effect.stag, effect.block_offset, effect.offset)
-                return (effect.token, Op.READ, WrFlag.SIGNALED, 0, *local, 0, 0, 0, 0), self.answers.mark, 0
-        rows = self.answers if len(effect.data) <= _ANSWER_BYTES else self.greeting_answers
-        if not rows.free_count:
-            return None, 0, 0
-        (row,), _ = rows.take(1)
-        rows.memory[row, : len(effect.data)] = np.frombuffer(effect.data, np.uint8)
-        op = Op.SEND if effect.invalidate_stag is None else Op.SEND_INVALIDATE
-        local = (len(effect.data), rows.region.stag, effect.invalidate_stag or 0, rows.offset(int(row)), 0)
-        return (0, op, WrFlag.NONE, 0, *local, 0, 0, 0, 0), self.answers.mark, effect.answers
+                batch.add_signaled(Op.READ, WrFlag.NONE, effect, self.pool.stag, self.answers.mark)
+            case Send():
+                rows = self.answers if len(effect.data) <= _ANSWER_BYTES else self.greeting_answers
+                if not rows.free_count:
+                    return False
+                batch.add_send(rows, effect)
+            case SendMany():
+                count = min(room, self.answers.free_count, len(effect.messages))
+                batch.add_sends(self.answers, effect.messages[:count])
+                if count < len(effect.messages):
+                    self.backlog[0] = SendMany(effect.messages[count:])
+                    return False
+        self.backlog.popleft()
+        return True
 
-    def _post(self, requests: list[tuple[int, ...]], signaled: list[tuple[int, int]], answered: int) -> None:
-        if not requests:
+    def _post(self, batch: _PostBatch) -> None:
+        if not len(batch):
             return
-        if answered and self.receives is not None:
-            rows = [self.held.popleft() for _ in range(min(answered, len(self.held)))]
+        if batch.answer_count and self.receives is not None:
+            rows = [self.held.popleft() for _ in range(min(batch.answer_count, len(self.held)))]
             if rows:
                 self.qp.post_receive(self.receives.requests(np.array(rows, np.int64)))
-        elif answered and self.session.state is TargetState.PROVING:
+        elif batch.answer_count and self.session.state is TargetState.PROVING:
             self.qp.post_receive(self.greetings.requests(np.zeros(1, np.int64)))
-        batch = np.array(requests, WORK_REQUEST)
-        if not batch["flags"][-1] & WrFlag.SIGNALED:
-            batch["flags"][-1] |= WrFlag.SIGNALED
-            signaled.append((self.posted_count + len(requests), self.answers.mark))
+        requests = batch.finish(self.answers.mark)
         self.posted_count += len(requests)
-        self.signaled.extend(signaled)
-        self.qp.post_send(batch)
+        self.signaled.extend(batch.signaled)
+        self.qp.post_send(requests)
 
     def _grant(self) -> None:
         """HELLO was granted: receives for what was granted, then the executor, and only then the answer."""
@@ -268,8 +320,13 @@ class TargetCore:
 
     def process(self, completions: Array, now: float) -> None:
         """Take completions (dtype COMPLETION) of this target's queue pairs, and post what follows."""
-        for completion in completions.tolist():
-            self._on_completion(completion, now)
+        for run, is_frees in _runs(completions):
+            connection = self._connections.get(int(run["qp"][0])) if is_frees else None
+            if connection is not None:
+                connection.on_frees(run["wr_id"].astype(np.int64), now)
+            else:
+                for completion in run.tolist():
+                    self._on_completion(completion, now)
         self.tick(now)
 
     def tick(self, now: float) -> None:
@@ -319,3 +376,14 @@ class TargetCore:
             if status != CompletionStatus.FLUSHED:  # the flushed are settled by `end`
                 connection.on_sent(op, wr_id, status == CompletionStatus.OK, now)
             self.dirty.add(connection)
+
+
+def _runs(completions: Array) -> Iterator[tuple[Array, bool]]:
+    """Pieces of `completions`, in order: runs of several messages of one queue pair that have the length of a FREE (True), and the rest."""
+    is_free = (completions["op"] == Op.RECEIVE) & (completions["length"] == HEADER_BYTES) & (completions["wr_id"] < _GREETING_ID)
+    is_free &= completions["status"] == CompletionStatus.OK
+    key = np.where(is_free, completions["qp"].astype(np.int64), -1)
+    bounds = [0, *(np.flatnonzero(key[1:] != key[:-1]) + 1).tolist(), len(key)]
+    for start, stop in pairwise(bounds):
+        if stop > start:
+            yield completions[start:stop], bool(is_free[start]) and stop - start > 1

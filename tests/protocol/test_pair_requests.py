@@ -351,3 +351,42 @@ def test_an_early_load_of_a_lent_handle_sees_the_generation_just_before_the_expe
     link.run(late)
     assert late.status[0] == Status.OK
     assert (link.memory[:64] == 3).all()
+
+
+def test_many_frees_at_once_are_answered_as_one_by_one() -> None:
+    requests = [
+        Free(1, 101, 2),
+        Free(2, 100, 2),  # reserved
+        Free(3, 102, 0),  # without a generation
+        Free(4, 103, 7),
+        Free(5, 104, 1),
+        Free(6, 105, 2),
+        Free(7, 99, 2),
+        Free(8, 116, 2),
+        Free(9, (1 << 64) - 1, 2),
+    ]
+    raw = np.frombuffer(b"".join(request.encode() for request in requests), np.uint8).reshape(-1, 24)
+    answers = []
+    tables = []
+    for at_once in (True, False):
+        world = lent_world(reserved=1)
+        world.target.bind([100, 101, 102, 103, 105], 0, 64)
+        link = world.link().greet()
+        effects = link.session.receive_frees(raw, 0.0) if at_once else [link.session.receive(r.encode(), 0.0)[0] for r in requests]
+        octets = effects[0].messages if at_once else np.array([list(effect.data) for effect in effects], np.uint8)  # type: ignore[union-attr]
+        answers.append(octets.tobytes())
+        tables.append(world.target.table.entries.tobytes())
+        assert world.target.take_drained().tolist() == [101, 105]
+        world.target.check_integrity()
+    assert answers[0] == answers[1]
+    assert tables[0] == tables[1]
+
+
+def test_a_run_of_frees_that_names_a_handle_twice_is_taken_one_by_one() -> None:
+    world = lent_world()
+    world.target.bind([101], 0, 64)
+    link = world.link().greet()
+    raw = np.frombuffer(Free(1, 101, 2).encode() + Free(2, 101, 2).encode(), np.uint8).reshape(-1, 24)
+    first, second = link.session.receive_frees(raw, 0.0)
+    assert parse(first.data).status == Status.OK  # type: ignore[union-attr]
+    assert parse(second.data).status == Status.NOT_BOUND  # type: ignore[union-attr]

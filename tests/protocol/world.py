@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from kbtp_core.protocol.effects import Close, Effect, Read, Send, Write
+from kbtp_core.protocol.effects import Close, Effect, Read, Send, SendMany, Write
 from kbtp_core.protocol.initiator import Batch, HelloParameters, Initiator
 from kbtp_core.protocol.pool import BlockPool, LentPool
 from kbtp_core.protocol.table import BlockTable
@@ -54,6 +54,9 @@ class Link:
             match effect:
                 case Send():
                     self._to_initiator(effect)
+                case SendMany():
+                    for row in effect.messages:
+                        self._to_initiator(Send(row.tobytes()))
                 case Write() | Read():
                     self.held.append(effect)
                     if not self.world.hold_operations:
