@@ -203,6 +203,7 @@ class Node:
     def is_idle(self, number: int, seconds: float) -> bool:
         """Whether no completion of that queue pair comes for so long."""
         deadline = time.monotonic() + seconds
+        self._collect()
         while not self._waiting.get(number) and (remaining := deadline - time.monotonic()) > 0:
             self.cq.wait(remaining)
             self._collect()
