@@ -33,8 +33,9 @@ def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
 class World:
     """A server, its pool, and sessions with it."""
 
-    def __init__(self, fabric: Fabric) -> None:
+    def __init__(self, fabric: Fabric, use_executor: bool) -> None:
         self.fabric = fabric
+        self.use_executor = use_executor
         self.sessions: list[InitiatorSession] = []
         self.servers: list[TargetServer] = []
 
@@ -58,6 +59,7 @@ class World:
         def pool_region(pd: ProtectionDomain) -> Region:
             return pd.register(memory, Access.LOCAL_WRITE)
 
+        server.setdefault("use_executor", self.use_executor)
         self.servers.append(TargetServer(self.fabric, target, pool_region, **server))
         return self.servers[-1]
 
@@ -80,10 +82,14 @@ def buffer(count: int = 16) -> NDArray[np.uint8]:
     return np.zeros(count * BLOCK, np.uint8)
 
 
-@pytest.fixture(params=[LoopbackFabric, SoftRnic], ids=["loopback", "softrnic"])
+@pytest.fixture(
+    params=[(LoopbackFabric, False), (SoftRnic, True), (SoftRnic, False)], ids=["loopback", "softrnic", "softrnic-without-executor"]
+)
 def world(request: pytest.FixtureRequest) -> Iterator[World]:
-    fabric = request.param()
-    world = World(fabric)
+    """The initiator can't tell these three apart, so every test runs on all of them."""
+    kind, use_executor = request.param
+    fabric = kind()
+    world = World(fabric, use_executor)
     yield world
     world.close()
     fabric.close()

@@ -339,3 +339,64 @@ def test_two_servers_cannot_have_one_address(world: World) -> None:
     server = world.ring()
     with pytest.raises(FabricError, match=str(server.address[1])):
         world.ring(port=server.address[1])
+
+
+def test_thousands_of_lent_handles_are_freed_in_one_batch(world: World) -> None:
+    server = world.lent(blocks=16, handles=2000)
+    handles = 1000 + np.arange(2000)
+    generations = server.bind(handles, np.arange(2000) % 16 * BLOCK, BLOCK)
+    session = world.connect(server, outstanding=256)
+    stale = session.free(handles[::2], generations[::2] + 5, deadline=soon(20)).wait()
+    assert (stale.status == Status.STALE_GENERATION).all()
+    freed = session.free(handles, generations, deadline=soon(20)).wait()
+    assert freed.ok
+    assert (freed.generation == 3).all()
+    back: list[int] = []
+
+    def all_are_back() -> bool:
+        back.extend(server.take_drained().tolist())
+        return len(back) == 2000
+
+    wait_until(all_are_back)
+    assert sorted(back) == handles.tolist()
+
+
+def test_a_load_that_succeeds_never_holds_bytes_of_the_next_owner(world: World) -> None:
+    """The owner binds, reclaims, waits until the handle has drained, and only then writes other bytes into the block."""
+    server = world.lent(blocks=4, handles=8)
+    session = world.connect(server)
+    count = 4
+    handles, offsets = 1000 + np.arange(count), np.arange(count) * BLOCK
+    memory = buffer(count)
+    region = session.register(memory)
+    stop = threading.Event()
+    life = np.zeros(count, np.uint64)  # how often each block was given away
+
+    def own() -> None:
+        while not stop.is_set():
+            server.bind(handles, offsets, BLOCK)
+            time.sleep(0.001)
+            server.reclaim(handles)
+            drained: list[int] = []
+            while len(drained) < count:
+                drained += server.take_drained().tolist()
+            life[:] += 1
+            world.memory.reshape(count, BLOCK)[:] = (life % 251).astype(np.uint8)[:, None]
+
+    owner = threading.Thread(target=own)
+    owner.start()
+    try:
+        loaded = 0
+        deadline = soon(10)
+        while loaded < 200 and time.monotonic() < deadline:
+            batch = session.load(handles, 0, region, offsets, BLOCK, deadline=soon()).wait()
+            for i in np.flatnonzero(batch.status == Status.OK):
+                block = memory[i * BLOCK : (i + 1) * BLOCK]
+                uses = (int(batch.generation[i]) - 2) // 2  # each life of a handle is one bind and one reclaim
+                assert (block == (uses % 251 if uses else i + 1)).all(), f"block {i} in life {uses} holds {np.unique(block)}"
+                loaded += 1
+    finally:
+        stop.set()
+        owner.join(10)
+    assert loaded >= 200
+    assert not owner.is_alive()
