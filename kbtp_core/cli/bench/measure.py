@@ -1,0 +1,162 @@
+"""Measuring: sides in alternation, medians, and the CPU time of both processes.
+
+A case has three sides: the raw stream, the native loop and KBTP. They run in slices, first to last and then last to first
+(A B C C B A, twice), so that a machine that grows slower or faster weighs on all of them alike; a figure is the median of a
+side's slices.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kbtp_core.cli.bench.baseline import NativeLoop, RawStream, copy_gib_per_s
+from kbtp_core.cli.bench.kbtp import BenchInitiator, octets
+from kbtp_core.cli.bench.peer import Peer
+from kbtp_core.cli.bench.plan import BenchOp, Case, Plan
+
+ROUNDS = 4  # slices of a side in one case
+WARM_UP_S = 0.1
+STANDARD_LOOP = Case(BenchOp.LOAD, 4096, 32)  # the native loop that the summary names
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case's figures; times are of a batch, from its posting until all of it is done."""
+
+    op: str
+    size: int
+    batch: int
+    blocks_per_s: float
+    gib_per_s: float
+    p50_us: float
+    p99_us: float
+    cpu_us_per_block: float  # both processes, user and system
+    raw_tcp_gib_per_s: float
+    native_loop_blocks_per_s: float
+    native_loop_p50_us: float
+    ratio_raw_tcp: float  # of octets a second
+    ratio_native_loop: float  # of blocks a second
+
+
+@dataclass(frozen=True)
+class Result:
+    congestion_control: str  # that the kernel used, on all connections
+    raw_tcp_gib_per_s: float
+    native_loop_blocks_per_s: float  # LOAD, 4 KiB, 32 in flight
+    memcpy_gib_per_s: float
+    rows: tuple[Row, ...]
+
+
+class Bench:
+    """One run against one child process."""
+
+    def __init__(self, plan: Plan, peer: Peer) -> None:
+        self._plan, self._peer = plan, peer
+        self._memory = octets(plan.pool_bytes, seed=2)
+        # Written, so that their pages are there; KBTP's own is left alone, so that its bytes can be compared in the end.
+        self._sink, self._kbtp_sink = np.ones(plan.pool_bytes, np.uint8), np.ones(plan.pool_bytes, np.uint8)
+        self._raw = RawStream(peer.open_baseline("stream"), self._sink, plan.congestion_control)
+        self._raw.run(WARM_UP_S)
+        self._raw_rates: list[float] = []
+        self._copy_rates: list[float] = []
+
+    def run_case(self, case: Case) -> Row:
+        plan, peer = self._plan, self._peer
+        slice_s = plan.seconds / ROUNDS
+        loop = NativeLoop(peer.open_baseline(case.op.value), case, self._memory, plan.congestion_control)
+        initiator = BenchInitiator(
+            peer.open_target(case), case, self._memory if case.op is BenchOp.ALLOC_STORE else self._kbtp_sink, plan.congestion_control
+        )
+        raw_rates: list[float] = []
+        loop_slices: list[NDArray[np.uint64]] = []
+        slices: list[NDArray[np.uint64]] = []
+        cpu_s = 0.0
+
+        def raw_side() -> None:
+            raw_rates.append(self._raw.run(slice_s))
+
+        def loop_side() -> None:
+            loop_slices.append(loop.run(slice_s))
+
+        def kbtp_side() -> None:
+            nonlocal cpu_s
+            times, cpu = self._run_kbtp(initiator, slice_s)
+            slices.append(times)
+            cpu_s += cpu
+
+        try:
+            loop.run(WARM_UP_S)
+            self._run_kbtp(initiator, WARM_UP_S)
+            for turn in range(ROUNDS):
+                for side in (raw_side, loop_side, kbtp_side)[:: 1 if turn % 2 == 0 else -1]:
+                    side()
+            self._copy_rates.append(copy_gib_per_s(self._memory, self._sink, min(slice_s, 0.25)))
+        finally:
+            loop.close()
+            initiator.close()
+            peer.close_target()
+        self._raw_rates += raw_rates
+        return _row(case, slices, cpu_s, float(np.median(raw_rates)), loop_slices)
+
+    def finish(self, rows: list[Row]) -> Result:
+        name = (STANDARD_LOOP.op.value, STANDARD_LOOP.block_bytes, STANDARD_LOOP.batch)
+        standard = [row.native_loop_blocks_per_s for row in rows if (row.op, row.size, row.batch) == name]
+        result = Result(
+            congestion_control=self._raw.congestion_control,
+            raw_tcp_gib_per_s=float(np.median(self._raw_rates)),
+            native_loop_blocks_per_s=standard[0] if standard else self._standard_loop(),
+            memcpy_gib_per_s=float(np.median(self._copy_rates)),
+            rows=tuple(rows),
+        )
+        self._raw.close()
+        return result
+
+    def _run_kbtp(self, initiator: BenchInitiator, seconds: float) -> tuple[NDArray[np.uint64], float]:
+        """Batches for about `seconds` of measured time: nanoseconds of each, and the CPU time of both processes."""
+        times: list[int] = []
+        cpu_s, left_ns = 0.0, int(seconds * 1e9)
+        while left_ns > 0:
+            initiator.prepare()
+            before = time.process_time() + self._peer.cpu_s()
+            stretch = initiator.run(left_ns)
+            cpu_s += time.process_time() + self._peer.cpu_s() - before
+            times += stretch
+            left_ns -= sum(stretch)
+        return np.array(times, np.uint64), cpu_s
+
+    def _standard_loop(self) -> float:
+        loop = NativeLoop(self._peer.open_baseline("load"), STANDARD_LOOP, self._memory, self._plan.congestion_control)
+        try:
+            return _blocks_per_s([loop.run(self._plan.seconds / ROUNDS) for _ in range(ROUNDS)], STANDARD_LOOP.batch)
+        finally:
+            loop.close()
+
+
+def _row(case: Case, slices: list[NDArray[np.uint64]], cpu_s: float, raw: float, loop_slices: list[NDArray[np.uint64]]) -> Row:
+    times_us = np.concatenate(slices) / 1e3
+    blocks_per_s = _blocks_per_s(slices, case.batch)
+    gib_per_s = blocks_per_s * case.block_bytes / 2**30
+    loop_blocks_per_s = _blocks_per_s(loop_slices, case.batch)
+    return Row(
+        op=case.op.value,
+        size=case.block_bytes,
+        batch=case.batch,
+        blocks_per_s=blocks_per_s,
+        gib_per_s=gib_per_s,
+        p50_us=float(np.percentile(times_us, 50)),
+        p99_us=float(np.percentile(times_us, 99)),
+        cpu_us_per_block=cpu_s * 1e6 / (times_us.size * case.batch),
+        raw_tcp_gib_per_s=raw,
+        native_loop_blocks_per_s=loop_blocks_per_s,
+        native_loop_p50_us=float(np.median(np.concatenate(loop_slices)) / 1e3),
+        ratio_raw_tcp=gib_per_s / raw,
+        ratio_native_loop=blocks_per_s / loop_blocks_per_s,
+    )
+
+
+def _blocks_per_s(slices: list[NDArray[np.uint64]], batch: int) -> float:
+    return float(np.median([times.size * batch / (float(times.sum()) / 1e9) for times in slices]))

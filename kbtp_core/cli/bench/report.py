@@ -1,0 +1,67 @@
+"""What a run of the bench leaves: a table on the terminal and JSON for a machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+import kbtp_core
+from kbtp_core.cli.bench.measure import Result, Row
+from kbtp_core.cli.bench.plan import Plan, format_size
+
+
+def machine() -> dict[str, Any]:
+    """What the figures depend on besides the code."""
+    models = [line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    return {
+        "cpu": models[0] if models else platform.processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+    }
+
+
+def to_json(plan: Plan, result: Result) -> str:
+    document = {
+        "kbtp": kbtp_core.__version__,
+        "machine": machine(),
+        "seconds": plan.seconds,
+        "pool_bytes": plan.pool_bytes,
+        **asdict(result),
+    }
+    return json.dumps(document, indent=2) + "\n"
+
+
+def print_result(console: Console, result: Result) -> None:
+    console.print(
+        f"raw TCP {result.raw_tcp_gib_per_s:.2f} GiB/s · native loop {result.native_loop_blocks_per_s:,.0f} blocks/s "
+        f"(load, 4 KiB × 32) · memcpy {result.memcpy_gib_per_s:.2f} GiB/s",
+        highlight=False,
+    )
+    console.print(result_table(result.rows))
+
+
+def result_table(rows: tuple[Row, ...]) -> Table:
+    table = Table(title="KBTP between two processes over TCP on this machine")
+    table.add_column("", no_wrap=True)
+    for heading in ("blocks/s", "GiB/s", "p50 µs", "p99 µs", "CPU µs a block", "of raw TCP", "of native loop"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(
+            f"{row.op} {format_size(row.size)} × {row.batch}",
+            f"{row.blocks_per_s:,.0f}",
+            f"{row.gib_per_s:.2f}",
+            f"{row.p50_us:,.0f}",
+            f"{row.p99_us:,.0f}",
+            f"{row.cpu_us_per_block:,.1f}",
+            f"{row.ratio_raw_tcp:.0%}",
+            f"{row.ratio_native_loop:.0%}",
+        )
+    return table

@@ -1,0 +1,1 @@
+"""Tests of kbtp_core.cli and kbtp_core.config."""
