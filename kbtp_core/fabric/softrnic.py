@@ -5,7 +5,7 @@ without the GIL. This module gives it the shape of `fabric.api` and keeps alive 
 
 Rules:
 1. A `Region` keeps its memory alive until it is closed; closing waits until no transfer touches it.
-2. A device keeps running until `close`; closing ends all its queue pairs.
+2. A device runs until `close`, or until nothing made from it is in use any more; closing ends all its queue pairs.
 """
 
 from __future__ import annotations
@@ -61,8 +61,9 @@ class Region:
 class ProtectionDomain:
     """See `fabric.api.ProtectionDomain`."""
 
-    def __init__(self, device: _native.Device) -> None:
+    def __init__(self, device: _native.Device, rnic: SoftRnic) -> None:
         self._device = device
+        self._rnic = rnic  # a domain's regions and queue pairs need the device to run
         self.number: int = device.alloc_pd()
 
     def register(self, memory: Any, access: Access) -> Region:
@@ -213,8 +214,9 @@ class ConnectionRequest:
 class Listener:
     """See `fabric.api.Listener`."""
 
-    def __init__(self, native: _native.Listener) -> None:
+    def __init__(self, native: _native.Listener, rnic: SoftRnic) -> None:
         self._native = native
+        self._rnic = rnic
         self.address: tuple[str, int] = (native.host, native.port)
 
     def poll(self) -> list[ConnectionRequestLike]:
@@ -241,7 +243,7 @@ class SoftRnic:
         self._close = weakref.finalize(self, self._device.close)
 
     def alloc_pd(self) -> ProtectionDomain:
-        return ProtectionDomain(self._device)
+        return ProtectionDomain(self._device, self)
 
     def create_cq(self) -> CompletionQueue:
         return CompletionQueue()
@@ -254,7 +256,7 @@ class SoftRnic:
         if not isinstance(cq, CompletionQueue):
             raise FabricError("the completion queue must come from this device")
         try:
-            return Listener(self._device.listen(host, port, cq.native, startup_timeout_s, backlog))
+            return Listener(self._device.listen(host, port, cq.native, startup_timeout_s, backlog), self)
         except (ValueError, RuntimeError, OSError) as error:
             raise FabricError(f"{error}: choose another host or port, or end what holds it") from None
 

@@ -6,6 +6,7 @@ short; one lock covers the target. Nothing waits without a bound.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 import time
@@ -22,6 +23,7 @@ from kbtp_core.session.target_core import PoolRegion, TargetCore
 _log = logging.getLogger(__name__)
 
 _IDLE_WAIT_S: Final = 0.25  # how late an overdue HELLO may be noticed
+_EXIT_TIMEOUT_S: Final = 0.5  # for a server that was not closed before the interpreter ends
 _DRAIN_WAIT_S: Final = 0.001  # how often readers of cleared blocks are asked for
 
 
@@ -65,6 +67,8 @@ class TargetServer:
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"kbtp-target-{self.address[1]}", daemon=True)
         self._thread.start()
+        # A thread that still waits in native code while the interpreter is torn down would take the process with it.
+        atexit.register(self.close, _EXIT_TIMEOUT_S)
 
     def bind(self, handles: ArrayLike, block_offsets: ArrayLike, lengths: ArrayLike, *, sealed: bool = True) -> NDArray[np.uint16]:
         """See `Target.bind`."""
@@ -98,6 +102,7 @@ class TargetServer:
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Say goodbye, wait up to `timeout_s` for peers to finish, end every connection. Idempotent."""
+        atexit.unregister(self.close)
         with self._lock:
             if self._is_stopping:
                 return

@@ -16,6 +16,7 @@ One lane, a thread with one session, serves each prefill worker. A pull's life i
 
 from __future__ import annotations
 
+import atexit
 import logging
 import secrets
 import threading
@@ -78,6 +79,7 @@ class PullSink:
         self._finished: list[PullResult] = []
         self._stats = {"pulls": 0, "pulls_failed": 0, "blocks_loaded": 0, "bytes_loaded": 0, "loads_repeated": 0}
         self._is_closed = False
+        atexit.register(self.close)  # no thread may be in native code while the interpreter is torn down
 
     def pull(
         self,
@@ -130,6 +132,7 @@ class PullSink:
 
     def close(self) -> None:
         """End every pull and session; when this returns nothing touches the memory."""
+        atexit.unregister(self.close)
         with self._lock:
             self._is_closed = True
             lanes = list(self._lanes.values())
