@@ -143,6 +143,7 @@ class Initiator:
         self._batches: dict[int, Batch] = {}
         self._unsent: deque[Batch] = deque()
         self._next_sequence = 1  # sequence 0 is HELLO's
+        self._hello().encode()  # a wish that doesn't fit the message is a mistake here, not later
 
     # Session ---------------------------------------------------------------------------------------------------------
 
@@ -403,7 +404,8 @@ class Initiator:
 
     def _expect(self, state: InitiatorState) -> None:
         if self.state is not state:
-            raise self.error or SessionClosed(f"the session with {self.peer} is {self.state.value}, not {state.value}")
+            error = self.error or SessionClosed(f"the session with {self.peer} is {self.state.value}, not {state.value}")
+            raise error.with_traceback(None)
 
 
 _WAY_OUT: Final[dict[int, str]] = {

@@ -145,8 +145,12 @@ class Target:
         """Move blocks on whose readers have ended; returns the sessions that have effects to take (`TargetSession.take_effects`)."""
         del now  # nothing here ends by time
         if self._draining_count:
-            for index in self._drained_indexes().tolist():
-                self._finish_drain(index)
+            drained = self._drained_indexes()
+            if isinstance(self.pool, LentPool):
+                self._settle_lent(drained)
+            else:
+                for index in drained.tolist():
+                    self._finish_drain(index)
         return [session for session in self.sessions.values() if session.has_effects]
 
     def shut_down(self) -> list[TargetSession]:

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kbtp_core.errors import DeadlineExceeded
-from kbtp_core.fabric.api import Access, Fabric, Region
+from kbtp_core.errors import DeadlineExceeded, SessionClosed
+from kbtp_core.fabric.api import Access, Fabric, FabricError, Region
 from kbtp_core.protocol.constants import Flag
 from kbtp_core.protocol.hello import HelloAck
 from kbtp_core.protocol.initiator import HelloParameters, InitiatorState
@@ -83,7 +83,7 @@ class LoadBatch:
         if not self._pending.done:
             self.cancel()
         if self._pending.error is not None:
-            raise self._pending.error
+            raise self._pending.error.with_traceback(None)
         return self
 
     def cancel(self) -> None:
@@ -129,7 +129,12 @@ class InitiatorSession:
             startup_timeout_s=deadline_s,
         )
         session = cls(core, cq)
-        core.start()
+        try:
+            core.start()
+        except FabricError as cause:
+            core.pd.close()
+            cq.close()
+            raise SessionClosed(f"the session with {host}:{port} could not begin: {cause}") from cause
         session.drive(lambda: core.is_ready or core.is_over, time.monotonic() + deadline_s)
         if core.is_ready:
             return session

@@ -146,7 +146,7 @@ def test_any_octets_parse_to_a_message_or_are_malformed(octets: bytes) -> None:
     check_parse(octets)
 
 
-@settings(max_examples=500)
+@settings(max_examples=300)
 @given(messages, st.data())
 def test_a_mutated_message_parses_to_a_message_or_is_malformed(message: Message, data: st.DataObject) -> None:
     octets = bytearray(message.encode())
