@@ -76,7 +76,7 @@ class LoopbackDomain:
         return self.fabric.add_region(self, [octets], octets.size, access)
 
     def register_pages(self, addresses: NDArray[np.uint64], page_bytes: int, access: Access, owner: object) -> LoopbackRegion:
-        pages = [np.frombuffer((ctypes.c_uint8 * page_bytes).from_address(int(a)), np.uint8) for a in addresses.reshape(-1)]
+        pages = [np.frombuffer(memoryview((ctypes.c_uint8 * page_bytes).from_address(int(a))), np.uint8) for a in addresses.reshape(-1)]
         return self.fabric.add_region(self, pages, page_bytes, access)
 
     def close(self) -> None:
