@@ -99,6 +99,14 @@ def test_silent_peers_do_not_keep_a_good_one_out() -> None:
             peer.close()
 
 
+def test_a_flood_of_silent_peers_beyond_the_backlog_does_not_either() -> None:
+    with victim() as it:
+        crowd = [dial(it.port) for _ in range(300)]
+        it.check()
+        for peer in crowd:
+            peer.close()
+
+
 @pytest.mark.parametrize("octets", [b"", send(b"never whole").frame()[:-1]], ids=["silence", "half a frame"])
 def test_a_peer_whose_first_frame_never_comes_is_dropped_at_the_deadline(octets: bytes) -> None:
     with victim() as it:
@@ -230,6 +238,7 @@ def test_a_responder_that_wants_more_reads_than_offered_is_told_so() -> None:
         end, peer = meet(device, StartUp(is_reply=True, enhanced=Enhanced(ird=16, ord=17)).encode())
         with closing(peer):
             assert peer.receive_terminate() == Terminate(2, 0, 6)
+            peer.close()
             assert end.drain()[-1].value == terminate_code(2, 0, 6)
 
 

@@ -1,4 +1,4 @@
-"""Depths of queues and the ways to wait for completions."""
+"""Depths of queues, bad receives, posting from many threads, and the ways to wait for completions."""
 
 from __future__ import annotations
 
@@ -8,11 +8,7 @@ import time
 
 import pytest
 
-from kbtp_core.fabric.api import (
-    Op,
-    QueueFull,
-    QueueLimits,
-)
+from kbtp_core.fabric.api import Access, CompletionStatus, Op, QueueFull, QueueLimits, WrFlag, terminate_code
 from tests.fabric.world import connect, node, request
 
 
@@ -83,3 +79,61 @@ def test_a_poll_gives_no_more_than_its_limit() -> None:
             assert len(rows) <= 3
             seen += [int(value) for value in rows["wr_id"]]
         assert seen == list(range(10))
+
+
+def test_a_receive_into_memory_that_is_not_its_own_fails_at_both_ends() -> None:
+    with node() as left, node() as right:
+        other_domain = right.fabric.alloc_pd()
+        closed = right.memory(64)
+        bad_places = [
+            (right.memory(64, pd=other_domain), 64),
+            (right.memory(64, Access.REMOTE_WRITE), 64),
+            (right.memory(64), 65),
+            (closed, 64),
+        ]
+        for memory, length in bad_places:
+            a, b = connect(left, right)
+            b.receive_into(memory, length)
+            if memory is closed:
+                closed.region.close()
+            a.post(request(Op.SEND, left.memory(b"secret"), 6))
+            b.expect(Op.RECEIVE, CompletionStatus.LOCAL_PROTECTION)
+            assert b.expect(Op.DISCONNECTED).value == terminate_code(0, 0, 0)
+            assert memory.read() == bytes(64)
+
+
+def test_threads_that_post_at_once_keep_each_its_own_order() -> None:
+    with node() as left, node() as right:
+        threads, rounds = 4, 300
+        inbox = right.memory(8 * threads * rounds)
+        a, b = connect(left, right, QueueLimits(receive_depth=threads * rounds))
+        b.receive_into(inbox, 8, count=threads * rounds)
+        sources = [left.memory(b"".join(b"%04d%04d" % (number, at) for at in range(rounds))) for number in range(threads)]
+
+        def post_all(number: int) -> None:
+            for at in range(rounds):
+                a.post(request(Op.SEND, sources[number], 8, offset=8 * at, flags=WrFlag.NONE))
+
+        workers = [threading.Thread(target=post_all, args=(number,)) for number in range(threads)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        for _ in range(threads * rounds):
+            b.expect(Op.RECEIVE)
+        words = [inbox.read(at, 8) for at in range(0, 8 * threads * rounds, 8)]
+        for number in range(threads):
+            assert [word for word in words if word[:4] == b"%04d" % number] == [b"%04d%04d" % (number, at) for at in range(rounds)]
+
+
+def test_the_counters_of_a_queue_pair_count_what_went_through_it() -> None:
+    with node() as left, node() as right:
+        a, b = connect(left, right)
+        before = a.qp.stats()
+        b.receive_into(right.memory(100), 100)
+        a.post(request(Op.SEND, left.memory(100), 100))
+        b.expect(Op.RECEIVE)
+        after = a.qp.stats()
+        assert after["messages_sent"] - before["messages_sent"] == 1
+        assert after["bytes_sent"] - before["bytes_sent"] == 2 + 18 + 100 + 4
+        assert after["crc_errors"] == 0
