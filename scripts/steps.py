@@ -57,12 +57,16 @@ class Steps:
         print(f"[{self._title} {self._elapsed()}] {name}: done in {time.monotonic() - begun:.0f} s", flush=True)
 
     def kbtp(self, extras: str = "") -> None:
-        """Install this checkout, editable: Python files take effect at once, native files when they are compiled here."""
+        """Install this checkout, editable: Python files take effect at once, native files when they are compiled here.
+
+        What compiles it is installed too and stays where it is, so that only what changed is compiled again.
+        """
+        self.pip("what compiles KBTP", ["scikit-build-core>=0.11", "nanobind>=2.7", "cmake>=3.26", "ninja"])
         native = [path for path in sorted((ROOT / "kbtp_core" / "native").glob("*")) if path.suffix in {".cpp", ".hpp", ".h"}]
         build_folder = ROOT / "build" / hashlib.sha256(sys.prefix.encode()).hexdigest()[:12]
         self.pip(
             "kbtp from this checkout (compiles the software RNIC)",
-            ["-e", f".{extras}", f"-Cbuild-dir={build_folder}"],
+            ["--no-build-isolation", "-e", f".{extras}", f"-Cbuild-dir={build_folder}"],
             [ROOT / "pyproject.toml", ROOT / "CMakeLists.txt", ROOT / "kbtp_core" / "__init__.py", *native],
         )
 
