@@ -6,6 +6,7 @@ Rules:
    environment; the mapping wins.
 3. An unknown key is an error that names the nearest match, and a bad value is an error that names the setting and the
    value. Nothing is ignored.
+4. A secret is declared with `repr=False`; its value is in no message.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Settings(BaseSettings):
         try:
             return cls(**values)
         except ValidationError as error:
-            raise ConfigError("\n".join(_explain(where, problem) for problem in error.errors(include_url=False))) from None
+            raise ConfigError("\n".join(cls._explain(where, problem) for problem in error.errors(include_url=False))) from None
 
     @classmethod
     def describe(cls) -> list[tuple[str, str, str, str]]:
@@ -47,6 +48,15 @@ class Settings(BaseSettings):
             (name, _type_name(field.annotation), "required" if field.is_required() else repr(field.default), field.description or "")
             for name, field in cls.model_fields.items()
         ]
+
+    @classmethod
+    def _explain(cls, where: str, problem: Mapping[str, Any]) -> str:
+        if not problem["loc"]:  # of the settings together, whose values may be secrets
+            return f"{where}: {problem['msg']}."
+        name = ".".join(map(str, problem["loc"]))
+        field = cls.model_fields.get(str(problem["loc"][0]))
+        value = repr(problem["input"]) if field is None or field.repr else "(not shown)"
+        return f"{where}: {name} is {value}: {problem['msg']}."
 
 
 def check_known(found: Iterable[str], known: Iterable[str], where: str) -> None:
@@ -57,11 +67,6 @@ def check_known(found: Iterable[str], known: Iterable[str], where: str) -> None:
             near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(names)}."
             raise ConfigError(f"{where} has no setting {key!r}; {hint}")
-
-
-def _explain(where: str, problem: Mapping[str, Any]) -> str:
-    name = ".".join(map(str, problem["loc"]))
-    return f"{where}: {name} is {problem['input']!r}: {problem['msg']}."
 
 
 def _type_name(annotation: Any) -> str:

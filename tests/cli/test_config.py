@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from pydantic import Field
+from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from kbtp_core.config import Settings
@@ -14,6 +14,13 @@ class Lease(Settings):
     model_config = SettingsConfigDict(env_prefix="KBTP_TEST_")
     lease_s: float = Field(30.0, gt=0, description="How long blocks wait for their reader.")
     host: str = Field("127.0.0.1", description="Where to listen.")
+    secret: str = Field("", repr=False, max_length=4, description="A shared secret.")
+
+    @model_validator(mode="after")
+    def _secret_needs_a_host(self) -> Lease:
+        if self.secret and not self.host:
+            raise ValueError("a secret without a host")
+        return self
 
 
 def test_values_are_typed_and_the_rest_has_its_default() -> None:
@@ -27,7 +34,7 @@ def test_an_unknown_key_is_an_error_that_names_the_nearest_match() -> None:
 
 
 def test_an_unknown_key_like_no_other_lists_the_settings() -> None:
-    with pytest.raises(ConfigError, match="it has host, lease_s"):
+    with pytest.raises(ConfigError, match="it has host, lease_s, secret"):
         Lease.read({"zzzzzzzzzz": 5}, "the settings")
 
 
@@ -57,3 +64,11 @@ def test_settings_do_not_change() -> None:
 
 def test_a_description_is_derived_from_the_declaration() -> None:
     assert Lease.describe()[0] == ("lease_s", "float", "30.0", "How long blocks wait for their reader.")
+
+
+def test_a_secret_is_in_no_message() -> None:
+    with pytest.raises(ConfigError, match=r"secret is \(not shown\): String should have at most 4") as bad_value:
+        Lease.read({"secret": "hunter2"}, "the settings")
+    with pytest.raises(ConfigError, match="a secret without a host") as bad_together:
+        Lease.read({"secret": "hunt", "host": ""}, "the settings")
+    assert "hunt" not in str(bad_value.value) + str(bad_together.value) + repr(Lease.read({"secret": "hunt"}, "the settings"))
