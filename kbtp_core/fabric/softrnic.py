@@ -174,6 +174,8 @@ class QueuePair:
             raise QueuePairClosed(f"the queue pair to {self.peer} has ended: nothing was posted")
         if result == 3:
             raise FabricError("the batch has an `op` that can't be posted: pass SEND to IMMEDIATE_SE of fabric.api.Op")
+        if result == 4:
+            raise FabricError(f"{self.peer} serves no RDMA Reads and no atomics (its IRD is 0): use Sends and Writes")
 
     def attach_executor(self, executor: ExecutorLike, pool: RegionLike) -> None:
         if not isinstance(executor, Executor) or not isinstance(pool, Region):

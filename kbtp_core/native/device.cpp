@@ -57,12 +57,13 @@ void Device::close() {
     if (thread_.joinable()) thread_.join();
 }
 
-void Device::submit(std::function<void()> task) {
+bool Device::submit(std::function<void()> task) {
     std::lock_guard lock(tasks_mutex_);
-    if (closed_) return;
+    if (closed_) return false;
     tasks_.push_back(std::move(task));
     const u64 one = 1;
     [[maybe_unused]] auto n = ::write(wake_fd_, &one, sizeof one);
+    return true;
 }
 
 void Device::run() {

@@ -39,8 +39,8 @@ class Device : public std::enable_shared_from_this<Device> {
     std::shared_ptr<Listener> listen(const std::string& host, u16 port, std::shared_ptr<CompletionQueue> cq, double startup_timeout_s,
                                      u32 backlog);
 
-    // Run on the progress thread, soon. Dropped once the device is closed.
-    void submit(std::function<void()> task);
+    // Run on the progress thread, soon. False, and dropped, once the device is closed.
+    bool submit(std::function<void()> task);
 
     // Progress thread only.
     void watch(int fd, Pollable* who, u32 events);
@@ -91,7 +91,7 @@ class PendingConnection : public Pollable, public std::enable_shared_from_this<P
     // Any thread, once: hand the connection to a queue pair, or refuse it.
     std::shared_ptr<QueuePair> create_qp(u32 pd, std::shared_ptr<CompletionQueue> cq, QueueLimits limits);
     void reject(std::vector<u8> private_data);
-    bool is_taken() const { return taken_.load(); }
+    bool is_announced() const { return announced_; }  // progress thread
 
     void drop();  // progress thread
 
@@ -126,6 +126,7 @@ class Listener : public Pollable, public std::enable_shared_from_this<Listener> 
 
   private:
     void pause();
+    bool make_room();
 
     const std::shared_ptr<Device> device_;
     int fd_;

@@ -96,8 +96,10 @@ void Listener::on_event(u32) {
             if (errno != EAGAIN && errno != EWOULDBLOCK) pause();
             return;
         }
-        // A flood of silent peers must neither hold more than this nor keep others out: the one that has been silent longest goes.
-        if (starting_.size() >= backlog_) starting_.front()->drop();
+        if (!make_room()) {
+            ::close(fd);
+            continue;
+        }
         device_->configure_socket(fd, is_local_address(fd));
         auto pending = std::make_shared<PendingConnection>(device_, weak_from_this(), fd, peer_name(fd));
         pending->deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(startup_timeout_s_));
@@ -105,6 +107,17 @@ void Listener::on_event(u32) {
         device_->watch(fd, pending.get(), EPOLLIN);
         device_->time(pending);
     }
+}
+
+// A flood of silent peers must neither hold more than `backlog_` nor keep others out: the one that has been silent longest goes. False if
+// all have said what they want and wait for the ULP.
+bool Listener::make_room() {
+    if (starting_.size() < backlog_) return true;
+    const auto silent = std::find_if(starting_.begin(), starting_.end(), [](const auto& p) { return !p->is_announced(); });
+    if (silent == starting_.end()) return false;
+    const auto keep = *silent;
+    keep->drop();
+    return true;
 }
 
 // No descriptors left: the rest waits in the kernel's backlog, and the loop must not spin on it.

@@ -74,7 +74,7 @@ void QueuePair::connect(const std::string& host, u16 port, std::vector<u8> priva
     startup_private_data_ = std::move(private_data);
     const int result = ::connect(fd, found->ai_addr, found->ai_addrlen);
     const int error = result == 0 ? 0 : errno;
-    device_->submit([self = shared_from_this(), fd, error] {
+    const bool running = device_->submit([self = shared_from_this(), fd, error] {
         std::unique_lock lock(self->tx_mutex_);
         if (self->state_.load() != State::idle) {
             ::close(fd);
@@ -88,6 +88,10 @@ void QueuePair::connect(const std::string& host, u16 port, std::vector<u8> priva
         self->device_->watch(fd, self.get(), EPOLLOUT);
         self->set_deadline(self->limits_.startup_timeout_s);
     });
+    if (!running) {
+        ::close(fd);
+        throw std::runtime_error("the device is closed");
+    }
 }
 
 void QueuePair::accept(std::vector<u8> private_data) {

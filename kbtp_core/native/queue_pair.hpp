@@ -51,7 +51,7 @@ struct QueuePairStats {
 class QueuePair : public Pollable, public std::enable_shared_from_this<QueuePair> {
   public:
     enum class State : u8 { idle, connecting, requested, ready, closing, terminating, dead };
-    enum class Posted : u8 { ok, full, closed, no_such_op };
+    enum class Posted : u8 { ok, full, closed, no_such_op, no_requests };
 
     QueuePair(std::shared_ptr<Device> device, u32 number, u32 pd, std::shared_ptr<CompletionQueue> cq, QueueLimits limits);
     ~QueuePair() override;
