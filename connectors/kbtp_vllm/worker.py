@@ -23,6 +23,9 @@ from kbtp_vllm.stats import KbtpStats
 
 logger = init_logger("vllm.kbtp.worker")
 
+RESERVED_ENTRIES = 64
+"""Room in the handle table for the geometry descriptor."""
+
 
 class PullWorker:
     """One a worker process; every method is called by vLLM's worker thread."""
@@ -69,7 +72,7 @@ class PullWorker:
         port = self._config.port
         if port:
             port += parallel.data_parallel_index * parallel.tensor_parallel_size * parallel.pipeline_parallel_size + self._rank
-        self._table_entries = self._config.table_factor * memory.block_count + 1024
+        self._table_entries = self._config.table_factor * memory.block_count + RESERVED_ENTRIES
         source = PullSource(
             memory,
             descriptor=descriptor,

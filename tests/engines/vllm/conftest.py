@@ -44,7 +44,7 @@ def model(logs: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def pair(model: Path, logs: Path) -> Iterator[Pair]:
-    prefill = Engine("prefill", model, logs, role="kv_producer", core=0, extra=SHARED | {"lease_s": LEASE_S})
+    prefill = Engine("prefill", model, logs, role="kv_producer", core=0, extra=SHARED | {"lease_s": LEASE_S, "table_factor": 1})
     decode = Engine("decode", model, logs, role="kv_consumer", core=1, extra=SHARED | {"load_timeout_s": LOAD_TIMEOUT_S})
     try:
         yield Pair(prefill.ready(), decode.ready())

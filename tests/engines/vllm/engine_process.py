@@ -58,6 +58,11 @@ class EngineProcess:
     def totals(self) -> dict[str, float]:
         return dict(TOTALS)
 
+    def zero_blocks(self, block_ids: list[int]) -> None:
+        """Overwrite KV in place, behind everybody's back."""
+        for tensor in self.engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.kv_caches:
+            tensor[block_ids] = 0
+
     def reset_prefix_cache(self) -> bool:
         return bool(self.engine.reset_prefix_cache())
 
@@ -68,7 +73,7 @@ class EngineProcess:
                 connection.send(("finished", output.request_id, list(done.token_ids), done.finish_reason, output.kv_transfer_params))
 
 
-COMMANDS = ("add", "abort", "free_blocks", "free_handles", "live_requests", "totals", "reset_prefix_cache")
+COMMANDS = ("add", "abort", "free_blocks", "free_handles", "live_requests", "totals", "zero_blocks", "reset_prefix_cache")
 
 
 def main(address: str) -> None:

@@ -5,41 +5,57 @@ from __future__ import annotations
 import random
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.engines.vllm.conftest import LEASE_S, LOAD_TIMEOUT_S, SHARED, Pair, prompt_of
-from tests.engines.vllm.harness import Engine, prefill
+from tests.engines.vllm.harness import BLOCK_TOKENS, Engine, prefill
 
 pytestmark = pytest.mark.vllm
 
 
-def test_blocks_reused_after_the_lease_are_refused_by_their_generation(pair: Pair, random_prompt: random.Random) -> None:
+def test_blocks_and_handles_reused_after_the_lease_are_refused_by_their_generation(pair: Pair, random_prompt: random.Random) -> None:
     prompt = prompt_of(random_prompt, 500)
     expected = pair.decode.alone(prompt, 16)
     params = prefill(pair.prefill, "late", prompt)
     pair.prefill.settle(LEASE_S + 5)
-    for number in range(8):  # 8 × 63 blocks: every block of the prefill engine holds something else now
-        pair.prefill.run(f"other{number}", prompt_of(random_prompt, 2000), 1)
+    other = prompt_of(random_prompt, 60 * BLOCK_TOKENS)  # its offers share blocks, and together take every handle
+    while free := min(pair.prefill.ask("free_handles"), 60):
+        prefill(pair.prefill, f"other{free}.{time.monotonic_ns()}", other[: free * BLOCK_TOKENS])
 
     answer = pair.decode.run("late", prompt, 16, params)
 
     assert answer.tokens == expected
     assert "STALE_GENERATION" in pair.decode.log()
+    pair.prefill.settle(LEASE_S + 5)
 
 
-def unbound(params: dict[str, Any]) -> dict[str, Any]:
-    """The parameters of a request whose blocks prefill has not bound yet: its handles are the last of the table."""
-    count = len(params["kbtp_handles"][0])
-    return params | {"kbtp_handles": [list(range(2000, 2000 + count))], "kbtp_generations": [[2] * count]}
+def test_blocks_taken_back_after_the_lease_are_refused(pair: Pair, random_prompt: random.Random) -> None:
+    prompt = prompt_of(random_prompt, 500)
+    expected = pair.decode.alone(prompt, 16)
+    params = prefill(pair.prefill, "expired", prompt)
+    pair.prefill.settle(LEASE_S + 5)
+    pair.prefill.ask("reset_prefix_cache")
+    for number in range(5):  # 5 × 63 blocks: every block of the prefill engine holds something else now
+        pair.prefill.run(f"flood{number}", prompt_of(random_prompt, 2000), 1)
+
+    answer = pair.decode.run("expired", prompt, 16, params)
+
+    assert answer.tokens == expected
+    assert "raise lease_s on the prefill side" in pair.decode.log()
 
 
 def test_aborting_a_load_gives_the_blocks_back_at_once(pair: Pair, random_prompt: random.Random) -> None:
     prompt = prompt_of(random_prompt, 200)
     params = prefill(pair.prefill, "load", prompt)
+    pair.decode.run("loaded", prompt, 1, params)
+    pair.prefill.settle(LEASE_S / 2)
+    pair.decode.ask("reset_prefix_cache")
     free = pair.decode.settle()
-    pair.decode.ask("add", "load", prompt, 16, unbound(params))
+    foretold = [
+        [generation + 2 for generation in group] for group in params["kbtp_generations"]
+    ]  # what prefill would bind next, and does not
+    pair.decode.ask("add", "load", prompt, 16, params | {"kbtp_generations": foretold})
     time.sleep(0.5)
     assert pair.decode.ask("free_blocks") < free
 

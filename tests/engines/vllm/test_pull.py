@@ -29,6 +29,20 @@ def test_decode_answers_with_pulled_blocks_as_it_does_alone(pair: Pair, random_p
     assert pulled_blocks(pair) - before == -(-tokens // BLOCK_TOKENS)
 
 
+def test_the_answer_comes_from_the_blocks_that_were_pulled(pair: Pair, random_prompt: random.Random) -> None:
+    prompt = prompt_of(random_prompt, 300)
+    expected = pair.decode.alone(prompt, 16)
+    params = prefill(pair.prefill, "spoiled", prompt)
+    pair.prefill.ask("zero_blocks", params["remote_block_ids"][0])
+
+    answer = pair.decode.run("spoiled", prompt, 16, params)
+
+    assert answer.tokens != expected
+    pair.prefill.settle(LEASE_S / 2)
+    for engine in (pair.prefill, pair.decode):
+        engine.ask("reset_prefix_cache")
+
+
 def test_eight_requests_at_once_answer_as_each_does_alone(pair: Pair, random_prompt: random.Random) -> None:
     prompts = [prompt_of(random_prompt, 50 + 37 * number) for number in range(8)]
     expected = [pair.decode.alone(prompt, 16) for prompt in prompts]
