@@ -160,7 +160,7 @@ size_t run_loads(int fd, Times offsets, size_t block_bytes, size_t batch, double
 // Reads exactly what is asked for straight to its place, and takes along what the socket has beyond that.
 class Reader {
   public:
-    explicit Reader(int fd) : fd_(fd), ahead_(256 * 1024) {}
+    explicit Reader(int fd) : fd_(fd), ahead_(size_t{256} * 1024) {}
 
     // False at the end of the stream.
     bool read(uint8_t* into, size_t bytes) {
