@@ -56,10 +56,25 @@ class Read:
 
 
 @dataclass(frozen=True)
+class Record:
+    """Write the completion record `data` to `offset` of the initiator's `stag`, with `immediate`; finishes one received message."""
+
+    data: bytes
+    stag: int
+    offset: int
+    immediate: int
+
+
+@dataclass(frozen=True)
+class RevokePartition:
+    """Invalidate the Partition and Head STags at once, then call `TargetSession.partition_revoked`."""
+
+
+@dataclass(frozen=True)
 class Close:
     """End the connection once everything before is sent; `reason` is for logs."""
 
     reason: str
 
 
-Effect: TypeAlias = Send | SendMany | Write | Read | Close
+Effect: TypeAlias = Send | SendMany | Write | Read | Record | RevokePartition | Close

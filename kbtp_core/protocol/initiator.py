@@ -26,11 +26,35 @@ from numpy.typing import ArrayLike, NDArray
 
 from kbtp_core.errors import KbtpError, Malformed, SessionClosed, SessionRefused
 from kbtp_core.protocol.auth import is_proved, proved
-from kbtp_core.protocol.constants import COMPLETION_BYTES, NO_STATUS, NONCE_BYTES, REQUEST_BYTES, Flag, Opcode, Status, status_name
+from kbtp_core.protocol.constants import (
+    COMPLETION_BYTES,
+    DESCRIPTOR_BYTES,
+    HEADER_BYTES,
+    NO_STATUS,
+    NONCE_BYTES,
+    REQUEST_BYTES,
+    Capability,
+    Flag,
+    Opcode,
+    Status,
+    status_name,
+)
 from kbtp_core.protocol.hello import Hello, HelloAck
-from kbtp_core.protocol.wire import COMPLETION, Completion, Goodbye, decode_completions, encode_frees, encode_requests, parse
+from kbtp_core.protocol.wire import (
+    COMPLETION,
+    Completion,
+    Goodbye,
+    decode_completions,
+    decode_records,
+    encode_binds,
+    encode_frees,
+    encode_requests,
+    parse,
+)
 
 _SEQUENCES: Final = 1 << 32
+_BOUND_STEP: Final = {int(Opcode.ALLOC_STORE): 1, int(Opcode.BIND): 1, int(Opcode.FREE): -1}
+_DESCRIPTOR: Final = np.dtype([("stag", ">u4"), ("offset", ">u8"), ("reserved", ">u4")])
 _OCTETS: Final = np.dtype(f"V{COMPLETION_BYTES}")  # a completion that is copied as it is
 
 
@@ -90,6 +114,15 @@ class Batch:
     def block_offset(self) -> NDArray[np.uint64]:
         return self._results["block_offset"].astype(np.uint64)
 
+    @property
+    def checksum(self) -> NDArray[np.uint32]:
+        """CRC-32C of each block's data, if CHECKSUM was granted."""
+        return self._results["checksum"].astype(np.uint32)
+
+    @property
+    def opcode(self) -> int:
+        return int(self.messages[0, 1])
+
     def settle(self, indexes: NDArray[np.intp], completions: NDArray[Any]) -> bool:
         """Take the answers to the requests at `indexes`; False if one matches nothing or comes twice."""
         try:
@@ -103,6 +136,17 @@ class Batch:
         self.outstanding_count = left
         self._results.view(_OCTETS)[indexes] = completions.view(_OCTETS)
         return True
+
+    def add_records(self, stag: int, offsets: NDArray[np.uint64]) -> None:
+        """Put the RECORD flag and a Completion Descriptor into each message, behind the header and the Data Descriptor if it has one."""
+        at = HEADER_BYTES if self.opcode == Opcode.FREE else REQUEST_BYTES
+        descriptors = np.zeros(self.count, _DESCRIPTOR)
+        descriptors["stag"], descriptors["offset"] = stag, offsets
+        octets = descriptors.view(np.uint8).reshape(self.count, DESCRIPTOR_BYTES)
+        self.messages = np.concatenate([self.messages[:, :at], octets, self.messages[:, at:]], axis=1)
+        self.messages[:, 3] |= Flag.RECORD
+        if self.message_lengths is not None:
+            self.message_lengths = self.message_lengths + np.uint32(DESCRIPTOR_BYTES)
 
     @property
     def is_done(self) -> bool:
@@ -137,6 +181,8 @@ class Initiator:
         self.ack: HelloAck | None = None
         """What the target granted, from READY on."""
         self.outstanding_count = 0
+        self.bound_count = 0
+        """Handles that this session has bound and not freed, as far as answers have come."""
         self._incarnation = incarnation
         self._secret = secret
         self._nonce = draw(NONCE_BYTES)
@@ -184,6 +230,10 @@ class Initiator:
         """The connection has ended: nothing will be answered any more."""
         self._fail(SessionClosed(f"the session with {self.peer} ended: {reason}"))
 
+    def expect_ready(self) -> None:
+        """Raise what ended the session unless it is ready."""
+        self._expect(InitiatorState.READY)
+
     # Requests --------------------------------------------------------------------------------------------------------
 
     def load(
@@ -216,6 +266,32 @@ class Initiator:
         """Queue FREEs."""
         wanted, ids, sequence = self._allot(handles)
         return self._queue(Batch(sequence, encode_frees(ids, wanted, np.asarray(generations, np.uint16))))
+
+    def bind(
+        self,
+        handles: ArrayLike,
+        generations: ArrayLike,
+        tickets: ArrayLike,
+        lengths: ArrayLike,
+        block_offsets: ArrayLike,
+        flags: int = Flag.NONE,
+    ) -> Batch:
+        """Queue BINDs of blocks that were taken and written by DIRECT_ALLOC."""
+        wanted, ids, sequence = self._allot(handles)
+        ticket, length = np.asarray(tickets, np.uint32), np.asarray(lengths, np.uint32)
+        offset = np.asarray(block_offsets, np.uint64)
+        return self._queue(Batch(sequence, encode_binds(ids, wanted, np.asarray(generations, np.uint16), ticket, length, offset, flags)))
+
+    def with_records(self, batch: Batch, stag: int, offsets: ArrayLike) -> Batch:
+        """Ask for completion records at (stag, offset) instead of COMPLETIONs, before anything of `batch` was sent.
+
+        Raises ValueError if the target did not grant RECORD_COMPLETION.
+        """
+        if self.ack is None or not self.ack.capabilities & Capability.RECORD_COMPLETION:
+            raise ValueError(f"{self.peer} did not grant RECORD_COMPLETION")
+        assert batch.sent_count == 0
+        batch.add_records(stag, np.asarray(offsets, np.uint64))
+        return batch
 
     def take_window(self, limit: int) -> Window | None:
         """Up to `limit` requests that credit allows to send now, counted as outstanding from now on; None if there are none."""
@@ -257,6 +333,15 @@ class Initiator:
         except Malformed as error:
             self._break(str(error))
             return []
+        return self._settle(completions)
+
+    def receive_records(self, raw: NDArray[np.uint8]) -> list[Batch]:
+        """As `receive_completions` for completion records, (n, 24) octets, whose immediates have come."""
+        if self.state not in (InitiatorState.READY, InitiatorState.CLOSING):
+            return []
+        return self._settle(decode_records(raw))
+
+    def _settle(self, completions: NDArray[Any]) -> list[Batch]:
         done: list[Batch] = []
         ids = completions["request_id"].astype(np.uint64)
         while len(ids):
@@ -271,6 +356,8 @@ class Initiator:
                 self._break(f"a completion of request {int(ids[0]):#x}, or one with it, that is not outstanding")
                 return done
             self.outstanding_count -= len(mine)
+            if (step := _BOUND_STEP.get(batch.opcode)) is not None:
+                self.bound_count += step * int(np.count_nonzero(mine["status"] == Status.OK))
             if batch.is_done:
                 del self._batches[sequence]
                 done.append(batch)

@@ -10,6 +10,10 @@ A RING pool owns its blocks. One owner state per block, moved only by the calls 
    within a quota always finds a block: the sum of quotas is at most F.
 3. A DRAINING block still has readers. It leaves that state when they have ended or were fenced, never by a timer.
 
+An owner that allocates by itself (DIRECT_ALLOC) has a ring of its own over a partition as large as its quota; its blocks come from
+the shared ring and return there when the partition is dissolved. A ticket that it was seen to take makes the block TAKEN, although
+its slot still lists it.
+
 A LENT pool belongs to somebody else, such as an inference engine: no ring, no quota, and several handles may name one block.
 """
 
@@ -21,6 +25,7 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from kbtp_core.protocol.partition import Partition
 from kbtp_core.protocol.ring import FreeRing
 
 
@@ -62,10 +67,12 @@ class BlockPool:
         self.block_bytes = block_bytes
         self.block_count = memory.size // block_bytes
         self.base_offset = base_offset
+        self.memory = memory
         self._blocks = memory.reshape(self.block_count, block_bytes)
         self.ring = FreeRing([base_offset + i * block_bytes for i in range(self.block_count)], masked=masked)
         self._state = bytearray(self.block_count)  # a BlockState each
         self._allowances: dict[int, Allowance] = {}
+        self._partitions: dict[int, Partition] = {}
 
     @property
     def quota_left(self) -> int:
@@ -80,6 +87,38 @@ class BlockPool:
         self._allowances[owner] = Allowance(quota)
         return quota
 
+    def carve(self, owner: int, wanted: int, *, masked: bool, timeout_s: float) -> Partition | None:
+        """As `grant`, as a partition with a ring of its own; None, with nothing promised, if no block is left to promise."""
+        if self.quota_left == 0 or wanted == 0:
+            return None
+        offsets = []
+        for _ in range(self.grant(owner, wanted)):
+            offset = self.ring.allocate()
+            assert offset is not None, "the ring holds less than what was not promised"
+            offsets.append(offset)
+        partition = self._partitions[owner] = Partition(offsets, masked=masked, timeout_s=timeout_s)
+        return partition
+
+    def dissolve(self, owner: int, *, clear: bool) -> None:
+        """Return what is free of the owner's partition to the shared ring; the rest follows by `give_back`. Nobody writes there now."""
+        partition = self._partitions.pop(owner)
+        for offset in partition.taken_offsets:
+            self.unticketed(owner, offset)
+        for offset in partition.ring.listed_offsets():
+            if clear:
+                self._blocks[self._index(offset)] = 0
+            self.ring.give_back(offset)
+
+    def ticketed(self, owner: int, offset: int) -> None:
+        """FREE -> TAKEN: the owner of a partition was seen to have taken the ticket of this block."""
+        self._move(offset, BlockState.FREE, BlockState.TAKEN)
+        self._allowances[owner].usage += 1
+
+    def unticketed(self, owner: int, offset: int) -> None:
+        """TAKEN -> FREE: that ticket was abandoned."""
+        self._move(offset, BlockState.TAKEN, BlockState.FREE)
+        self._allowances[owner].usage -= 1
+
     def revoke(self, owner: int) -> None:
         """End the promise to an owner that owns nothing any more."""
         allowance = self._allowances.pop(owner)
@@ -93,7 +132,8 @@ class BlockPool:
         allowance = self._allowances[owner]
         if allowance.usage >= allowance.quota:
             return None
-        offset = self.ring.allocate()
+        partition = self._partitions.get(owner)
+        offset = self.ring.allocate() if partition is None else partition.allocate()
         if offset is None:
             return None
         allowance.usage += 1
@@ -116,7 +156,8 @@ class BlockPool:
         if clear:
             self._blocks[index] = 0
         self._state[index] = BlockState.FREE
-        self.ring.give_back(offset)
+        partition = self._partitions.get(owner)
+        (self.ring if partition is None else partition.ring).give_back(offset)
         self._allowances[owner].usage -= 1
 
     def write(self, offset: int, data: bytes) -> None:
@@ -124,13 +165,28 @@ class BlockPool:
         octets = np.frombuffer(data, np.uint8)
         self._blocks[self._index(offset), : octets.size] = octets
 
+    def octets(self, offset: int, length: int) -> bytes:
+        """The first `length` octets of a block."""
+        return self._blocks[self._index(offset), :length].tobytes()
+
+    def ticket_count(self) -> int:
+        """Tickets that were seen to be taken in partitions and are neither bound nor abandoned."""
+        return sum(len(partition.taken_offsets) for partition in self._partitions.values())
+
     def count(self, state: BlockState) -> int:
         return self._state.count(state)
 
     def check_integrity(self) -> None:
         """Assert rules 1 and 2."""
         self.ring.check_integrity()
-        free = {self._index(offset) for offset in self.ring.listed_offsets()}
+        listed = list(self.ring.listed_offsets())
+        for partition in self._partitions.values():
+            partition.check_integrity()
+            offsets, taken = partition.ring.listed_offsets(), set(partition.taken_offsets)
+            assert taken <= set(offsets) <= set(partition.block_offsets), "a partition lists blocks of others"
+            listed += [offset for offset in offsets if offset not in taken]
+        free = {self._index(offset) for offset in listed}
+        assert len(free) == len(listed), "two rings list one block"
         assert free == {index for index, state in enumerate(self._state) if state == BlockState.FREE}, (
             "the ring and the owner states differ"
         )

@@ -110,6 +110,18 @@ class FreeRing:
         slot = (counter & (self._offset_limit - 1)) // SLOT_BYTES if self._is_masked else sequence % self.slot_count
         return Ticket(sequence, slot)
 
+    def ticket_at(self, sequence: int) -> Ticket:
+        """The ticket with this Sequence; slots follow tickets, for N divides 2^32."""
+        return Ticket(sequence, sequence % self.slot_count)
+
+    def is_in_step(self, counter: int) -> bool:
+        """Whether a counter has the form that FetchAdds of this ring leave: its fields agree and the bits between them are zero."""
+        return counter == self._counter(counter >> 32)
+
+    @property
+    def log2_slots(self) -> int:
+        return self.slot_count.bit_length() - 1
+
     @property
     def free_count(self) -> int:
         """Blocks without a ticket: given back (written or deferred) and not taken. Negative if more tickets were taken than that."""
@@ -126,6 +138,16 @@ class FreeRing:
             return None
         offset = self._offset(ticket.slot)
         return None if offset == EMPTY_SLOT else offset
+
+    def block_for(self, ticket: Ticket) -> int:
+        """The block that `ticket` will yield, from its slot or from the line for it. Raises ValueError if no free was for it yet."""
+        written = self.read(ticket)
+        if written is not None:
+            return written
+        for sequence, offset in self._deferred.get(ticket.slot, ()):
+            if sequence == ticket.sequence:
+                return offset
+        raise ValueError(f"no block was given back for ticket {ticket.sequence}")
 
     def consume(self, ticket: Ticket) -> None:
         """Mark the slot of `ticket` consumed, after its block was read. The next free in line for the slot is written now."""
@@ -165,16 +187,14 @@ class FreeRing:
         written = [self._offset(slot) for slot in range(self.slot_count)]
         return [o for o in written if o != EMPTY_SLOT] + [o for line in self._deferred.values() for _, o in line]
 
-    def check_integrity(self) -> None:
-        """Assert what must hold between any two calls."""
-        for counter in (int(value) for value in self.counters):
-            low = counter & 0xFFFF_FFFF
-            expected = (counter >> 32) % self.slot_count * SLOT_BYTES if self._is_masked else 0
-            assert low == expected, f"counter {counter:#018x} has lost step"
+    def check_integrity(self, *, remote_head: bool = False) -> None:
+        """Assert what must hold between any two calls; with `remote_head` nothing about Head, which a peer moves."""
+        for counter in [int(value) for value in self.counters][remote_head:]:
+            assert self.is_in_step(counter), f"counter {counter:#018x} has lost step"
         listed = self.listed_offsets()
         assert len(listed) == len(set(listed)), "a block is listed twice"
         assert len(listed) <= self.block_count, "more blocks are listed than there are"
-        assert len(listed) >= self.free_count, "a block was lost"
+        assert remote_head or len(listed) >= self.free_count, "a block was lost"
         assert self.deferred_count == sum(map(len, self._deferred.values())), "deferred frees miscounted"
         tail = int(self.counters[1]) >> 32
         for slot in range(self.slot_count):

@@ -9,6 +9,8 @@ Each table entry is in one state, and it moves only here:
 2. Readers are counted per entry: the RDMA operations of the sessions' own requests, plus what `readers` reports of an
    executor. Once an entry is cleared the count only falls, and an entry is not bound again before it reached zero.
 3. A session keeps its quota and its handle range until every block that it bound is back.
+4. The writer of a partition can still write to a block that it bound by BIND, so such an entry is *confined*: it is served only
+   inside that writer's trust domain, and sessions of other domains are not handed to an executor, which can't tell.
 
 One caller at a time: whoever drives a target from several threads holds a lock around it.
 """
@@ -24,11 +26,13 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kbtp_core.protocol.constants import Status
+from kbtp_core.protocol.constants import Capability, Status
+from kbtp_core.protocol.partition import DirectPolicy
 from kbtp_core.protocol.pool import BlockPool, BlockState, LentPool
 from kbtp_core.protocol.table import BlockTable
 
 if TYPE_CHECKING:
+    from kbtp_core.protocol.target_grant import Expose
     from kbtp_core.protocol.target_session import TargetSession
 
 Readers = Callable[[NDArray[np.uint64]], NDArray[np.uint32]]
@@ -90,7 +94,8 @@ class Target:
 
     `secrets` maps trust domains to keys: with it every HELLO needs a proof, and only those domains are served. `trust_domains`
     limits the domains without keys; with exactly one domain, freed blocks need no clearing. `reserved_handles` at the start of a
-    lent pool's table are never freed by a peer. `incarnation` must be drawn anew at every start.
+    lent pool's table are never freed by a peer. `incarnation` must be drawn anew at every start. `direct` says whom the direct modes
+    are granted to, and `crc32c` (CRC-32C of octets) lets CHECKSUM be granted; both only where the pool belongs to its ring.
     """
 
     def __init__(
@@ -105,6 +110,8 @@ class Target:
         trust_domains: frozenset[str] | None = None,
         reserved_handles: int = 0,
         readers: Readers | None = None,
+        direct: DirectPolicy | None = None,
+        crc32c: Callable[[bytes], int] | None = None,
         draw: Callable[[int], bytes] = os.urandom,
     ) -> None:
         if incarnation == 0:
@@ -118,6 +125,11 @@ class Target:
         self.trust_domains: Final = frozenset(self.secrets) if self.secrets else trust_domains
         self.reserved_handles: Final = reserved_handles
         self.readers = readers
+        self.direct: Final = direct
+        self.crc32c: Final = crc32c
+        self.confined: Final[dict[int, str]] = {}
+        """Entries that were bound by BIND, with the trust domain that may load them."""
+        self._checksums: Final[dict[int, tuple[int, int]]] = {}  # sealed entry -> (generation, CRC-32C)
         self.draw: Final = draw
         self.is_shutting_down = False
         self.clears_blocks: Final = self.trust_domains is None or len(self.trust_domains) != 1
@@ -132,18 +144,25 @@ class Target:
 
     # Sessions --------------------------------------------------------------------------------------------------------
 
-    def open_session(self, peer: str) -> TargetSession:
-        """A session for a connection that was just accepted; `peer` names it in reasons."""
+    def open_session(self, peer: str, *, offers: Capability = Capability.NONE, expose: Expose | None = None) -> TargetSession:
+        """A session for a connection that was just accepted; `peer` names it in reasons.
+
+        `offers` are the capabilities that depend on its binding (RECORD_COMPLETION); `expose` registers memory for the direct modes.
+        """
         from kbtp_core.protocol.target_session import TargetSession
 
-        session = TargetSession(self, self._next_number, peer)
+        session = TargetSession(self, self._next_number, peer, offers, expose)
         self.sessions[session.number] = session
         self._next_number += 1
         return session
 
     def tick(self, now: float) -> list[TargetSession]:
-        """Move blocks on whose readers have ended; returns the sessions that have effects to take (`TargetSession.take_effects`)."""
-        del now  # nothing here ends by time
+        """Move on the blocks whose readers have ended and the tickets whose time is over.
+
+        Returns the sessions that have effects to take (`TargetSession.take_effects`).
+        """
+        for session in list(self.sessions.values()):
+            session.poll_tickets(now)
         if self._draining_count:
             drained = self._drained_indexes()
             if isinstance(self.pool, LentPool):
@@ -218,6 +237,26 @@ class Target:
         """RESERVED -> IDLE."""
         self._move(index, EntryState.RESERVED, EntryState.IDLE)
 
+    @property
+    def has_open_partitions(self) -> bool:
+        """Whether somebody may take tickets, which only `tick` notices."""
+        return any(session.has_tickets for session in self.sessions.values())
+
+    def allows_executor(self, trust_domain: str) -> bool:
+        """Whether an executor, which knows nothing of trust domains, may answer a session of this one (rule 4)."""
+        return self.direct is None or self.direct.alloc_domains <= {trust_domain}
+
+    def checksum(self, index: int) -> int:
+        """CRC-32C of the block of a bound entry; of a sealed one it is computed once."""
+        entry = self.table.entry(index)
+        generation, checksum = self._checksums.get(index, (0, 0))
+        if generation != entry.generation:
+            assert self.crc32c is not None
+            checksum = self.crc32c(self._ring().octets(entry.block_offset, entry.data_length))
+            if entry.is_sealed:
+                self._checksums[index] = entry.generation, checksum
+        return checksum
+
     def bind_taken(self, index: int, owner: int, offset: int, length: int, sealed: bool) -> int:
         """RESERVED -> BOUND, with a block that was taken from the ring and now holds its data; returns the generation."""
         self._move(index, EntryState.RESERVED, EntryState.BOUND)
@@ -230,6 +269,8 @@ class Target:
         """BOUND -> DRAINING, and on at once if nothing reads the block."""
         self._move(index, EntryState.BOUND, EntryState.DRAINING)
         self.table.clear_one(index)
+        self.confined.pop(index, None)
+        self._checksums.pop(index, None)
         self._draining_count += 1
         if isinstance(self.pool, BlockPool):
             self.pool.drain(self.table.entry(index).block_offset)
@@ -266,7 +307,8 @@ class Target:
             assert len(valid) == self.pool.count(BlockState.BOUND), "bound blocks and bound entries differ"
             assert len(draining) == self.pool.count(BlockState.DRAINING), "draining blocks and draining entries differ"
             taken = np.count_nonzero(self.entry_state == EntryState.RESERVED)
-            assert taken == self.pool.count(BlockState.TAKEN), "taken blocks and reserved entries differ"
+            taken += self.pool.ticket_count()
+            assert taken == self.pool.count(BlockState.TAKEN), "taken blocks differ from reserved entries and tickets"
             offsets = self.table.entries["block_offset"][sorted(valid) + draining.tolist()]
             assert np.unique(offsets).size == offsets.size, "two handles name one block"
 

@@ -10,7 +10,8 @@
 3. A request is checked in the order form, capability, range, binding, generation, seal, size, room; the first check that fails
    answers it, and it changes nothing.
 4. Nothing is given to anybody else while an RDMA operation of this session may touch it: that ends with the operation's own
-   completion, or with `disconnected`, which the driver calls only when none of the connection can touch memory any more.
+   completion, or with `disconnected`, which the driver calls only when none of the connection can touch memory any more. One-sided
+   writes of DIRECT_ALLOC end with `partition_revoked`, or with `disconnected`.
 """
 
 from __future__ import annotations
@@ -24,14 +25,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kbtp_core.errors import Malformed
-from kbtp_core.protocol.auth import is_proved, proved
-from kbtp_core.protocol.constants import NONCE_BYTES, VERSION, Capability, Flag, Opcode, Status
-from kbtp_core.protocol.effects import Close, Effect, Read, Send, SendMany, Write
-from kbtp_core.protocol.hello import NO_NONCE, Hello, HelloAck
+from kbtp_core.protocol.constants import VERSION, Capability, Flag, Status
+from kbtp_core.protocol.effects import Close, Effect, Read, Record, RevokePartition, Send, SendMany, Write
+from kbtp_core.protocol.hello import Hello, HelloAck
+from kbtp_core.protocol.partition import Partition, PartitionState
 from kbtp_core.protocol.pool import BlockPool
 from kbtp_core.protocol.table import Entry
 from kbtp_core.protocol.target_batch import free_lent, plain_frees
-from kbtp_core.protocol.wire import AllocStore, Bind, Completion, Free, Goodbye, Header, Load, Message, Request, Store, Unknown, parse
+from kbtp_core.protocol.target_grant import Expose
+from kbtp_core.protocol.target_greeting import Greeting
+from kbtp_core.protocol.wire import (
+    AllocStore,
+    Bind,
+    Completion,
+    Free,
+    Goodbye,
+    Header,
+    Load,
+    Message,
+    Request,
+    Store,
+    Unknown,
+    encode_record,
+    parse,
+)
 
 if TYPE_CHECKING:
     from kbtp_core.protocol.target import Target
@@ -39,6 +56,7 @@ if TYPE_CHECKING:
 # Plain names: looking a member up in its enumeration costs more than all else that is done with it.
 _INLINE, _SEAL, _RECORD = int(Flag.INLINE), int(Flag.SEAL), int(Flag.RECORD)
 _INVALIDATE, _ALLOW_UNSEALED = int(Flag.INVALIDATE), int(Flag.ALLOW_UNSEALED)
+_CHECKSUM = int(Capability.CHECKSUM)
 _OK = Status.OK
 
 
@@ -73,7 +91,7 @@ _Operation: TypeAlias = _Loading | _Storing
 class TargetSession:
     """Made by `Target.open_session`."""
 
-    def __init__(self, target: Target, number: int, peer: str) -> None:
+    def __init__(self, target: Target, number: int, peer: str, offers: Capability, expose: Expose | None) -> None:
         self.number = number
         self.peer = peer
         self.state = TargetState.GREETING
@@ -83,9 +101,12 @@ class TargetSession:
         """What it was granted, from READY on."""
         self.handle_base = 0
         self.handle_count = 0
+        self.partition: Partition | None = None
+        """Its own part of the pool, if DIRECT_ALLOC was granted."""
         self._target = target
+        self._greeting = Greeting(target, number, offers, expose)
+        self._now = 0.0
         self._effects: list[Effect] = []
-        self._nonce = NO_NONCE
         self._outstanding: set[int] = set()
         self._lines: dict[int, deque[Request]] = {}  # entry index -> requests behind the one in progress
         self._operations: dict[int, _Operation] = {}
@@ -98,7 +119,7 @@ class TargetSession:
 
     def receive(self, message: bytes, now: float) -> list[Effect]:
         """Take one message of the initiator."""
-        del now  # deadlines are the driver's
+        self._now = now
         if self.state in (TargetState.GREETING, TargetState.PROVING):
             self._receive_hello(message)
         elif self.state in (TargetState.READY, TargetState.CLOSING):
@@ -117,7 +138,7 @@ class TargetSession:
 
     def write_done(self, token: int, ok: bool, now: float) -> list[Effect]:
         """The RDMA Write of `token` has completed. One that failed is the end of its connection."""
-        del now
+        self._now = now
         operation = self._operations.pop(token)
         assert isinstance(operation, _Loading)
         self._target.reading[operation.index] -= 1
@@ -129,7 +150,7 @@ class TargetSession:
 
     def read_done(self, token: int, ok: bool, now: float) -> list[Effect]:
         """The RDMA Read of `token` has completed: its data is in the block, or (not ok) anything may be."""
-        del now
+        self._now = now
         operation = self._operations.pop(token)
         assert isinstance(operation, _Storing)
         if isinstance(operation.request, AllocStore):
@@ -143,9 +164,31 @@ class TargetSession:
         self._advance_line(operation.index)
         return self.take_effects()
 
+    def poll_tickets(self, now: float) -> None:
+        """Notice tickets that the initiator took, and see to those whose time is over."""
+        partition = self.partition
+        if partition is None or not self._is_connected:
+            return
+        self._observe_tickets(partition, now)
+        if partition.fault is not None:
+            self._close(partition.fault)
+        elif partition.is_overdue(now):
+            if partition.state is PartitionState.OPEN:
+                partition.state = PartitionState.REVOKING
+                self._emit(RevokePartition())
+            elif partition.state is PartitionState.REVOKED:
+                for offset in partition.abandon_overdue(now):
+                    self._pool().unticketed(self.number, offset)
+
+    def partition_revoked(self, now: float) -> list[Effect]:
+        """The Partition and Head STags are invalid: no RDMA Write of this session reaches the partition any more, nor any FetchAdd."""
+        assert self.partition is not None
+        self.partition.state = PartitionState.REVOKED
+        self.poll_tickets(now)
+        return self.take_effects()
+
     def disconnected(self, now: float) -> None:
         """The connection is gone and can touch no memory any more: undo what was in progress, free what this session bound."""
-        del now
         if not self._is_connected:
             return
         self._is_connected = False
@@ -161,6 +204,9 @@ class TargetSession:
         self._undrained = set(self._frees)
         self._frees.clear()
         pool = self._target.pool
+        if self.partition is not None:
+            self._observe_tickets(self.partition, now)
+            self._pool().dissolve(self.number, clear=self._target.clears_blocks)
         if isinstance(pool, BlockPool) and self.handle_count:
             start = self.handle_base - self._target.table.base_handle
             bound = self._target.table.valid_indexes(start, self.handle_count).tolist()
@@ -196,6 +242,18 @@ class TargetSession:
         return self.ack is not None
 
     @property
+    def has_tickets(self) -> bool:
+        """Whether it takes tickets by itself, or has some whose time is not over."""
+        partition = self.partition
+        return partition is not None and self._is_connected and (partition.state is PartitionState.OPEN or bool(partition.taken_offsets))
+
+    @property
+    def allows_executor(self) -> bool:
+        """Whether its plain LOADs may be answered without this object: an executor knows no checksums and no trust domains."""
+        is_plain = self.ack is not None and not self.ack.capabilities & Capability.CHECKSUM
+        return is_plain and self.hello is not None and self._target.allows_executor(self.hello.trust_domain)
+
+    @property
     def unanswered_count(self) -> int:
         return len(self._outstanding)
 
@@ -207,76 +265,18 @@ class TargetSession:
     # HELLO -----------------------------------------------------------------------------------------------------------
 
     def _receive_hello(self, message: bytes) -> None:
-        header = Header.of_prefix(message)
-        if len(message) >= 24 and header.opcode == Opcode.HELLO and header.version != VERSION:
-            answer = Completion(header.request_id, 0, 0, Status.VERSION, data_length=VERSION)
-            self._emit(Send(answer.encode()))
-            self._close(f"HELLO of version {header.version}")
-            return
-        if header.opcode != Opcode.HELLO:
-            self._close("the first message is no HELLO")
-            return
-        try:
-            hello = parse(message)
-        except Malformed as error:
-            self._refuse(header.request_id, Status.MALFORMED, str(error))
-            return
-        assert isinstance(hello, Hello)
-        secret = self._target.secrets.get(hello.trust_domain)
-        if not self._target.secrets:
-            self._admit(hello, None)
-        elif self.state is TargetState.GREETING and not hello.proof:
-            self._nonce = self._target.draw(NONCE_BYTES)
-            self.state = TargetState.PROVING
-            self._emit(Send(HelloAck(hello.request_id, Status.UNAUTHENTICATED, nonce=self._nonce).encode()))
-        elif self.state is TargetState.PROVING and secret is not None and is_proved(message, self._nonce, secret):
-            self._admit(hello, secret)
-        else:
-            self._refuse(hello.request_id, Status.UNAUTHENTICATED, f"a wrong proof for trust domain {hello.trust_domain!r}")
-
-    def _admit(self, hello: Hello, secret: bytes | None) -> None:
-        target = self._target
-        if target.is_shutting_down:
-            self._refuse(hello.request_id, Status.SHUTTING_DOWN, "the target shuts down")
-        elif target.trust_domains is not None and hello.trust_domain not in target.trust_domains:
-            self._refuse(hello.request_id, Status.NOT_PERMITTED, f"trust domain {hello.trust_domain!r} is not served")
-        elif hello.block_bytes not in (0, target.pool.block_bytes):
-            self._refuse(hello.request_id, Status.UNSUPPORTED, f"no pool of blocks of {hello.block_bytes} octets")
-        else:
-            self.hello = hello
-            ack = self.ack = self._grant(hello)
+        reply = self._greeting.receive(message)
+        granted = reply.granted
+        if reply.answer is not None:
+            self._emit(Send(reply.answer))
+        if granted is not None:
+            self.hello, self.ack = reply.hello, granted.ack
+            self.handle_base, self.handle_count, self.partition = granted.handle_base, granted.handle_count, granted.partition
             self.state = TargetState.READY
-            self._emit(Send((ack if secret is None else proved(ack, hello.nonce, secret)).encode()))
-
-    def _grant(self, hello: Hello) -> HelloAck:
-        target, limits = self._target, self._target.limits
-        if isinstance(target.pool, BlockPool):
-            quota = target.pool.grant(self.number, min(hello.quota, limits.quota))
-            self.handle_base, self.handle_count = target.ranges.take(min(hello.handle_count, limits.handle_count))
+        elif reply.close_reason is not None:
+            self._close(reply.close_reason)
         else:
-            quota = 0
-            self.handle_base = target.table.base_handle + target.reserved_handles
-            self.handle_count = target.table.entry_count - target.reserved_handles
-        return HelloAck(
-            request_id=hello.request_id,
-            block_bytes=target.pool.block_bytes,
-            block_count=target.pool.block_count,
-            quota=quota,
-            handle_base=self.handle_base,
-            handle_count=self.handle_count,
-            table_base=target.table.base_handle,
-            table_count=target.table.entry_count,
-            outstanding=min(max(hello.outstanding, 1), limits.outstanding),
-            inline_bytes=min(hello.inline_bytes, limits.inline_bytes),
-            incarnation=target.incarnation,
-            nonce=self._nonce,
-            target_name=target.name,
-        )
-
-    def _refuse(self, request_id: int, status: Status, reason: str) -> None:
-        nonce = self._nonce if status is Status.UNAUTHENTICATED else NO_NONCE
-        self._emit(Send(HelloAck(request_id, status, nonce=nonce).encode()))
-        self._close(reason)
+            self.state = TargetState.PROVING
 
     # Requests --------------------------------------------------------------------------------------------------------
 
@@ -306,7 +306,7 @@ class TargetSession:
         elif status is not _OK:
             self._answer(Header.of_prefix(message), status, None if status is Status.MALFORMED else _invalidated_stag(request))
         else:
-            assert isinstance(request, (Load, Store, Free))
+            assert isinstance(request, (Load, Store, Free, Bind))
             self._start(request)
 
     def _admission(self, request: Request) -> Status:
@@ -316,15 +316,18 @@ class TargetSession:
             return Status.MALFORMED
         if isinstance(request, Store) and len(request.inline) > self.ack.inline_bytes:
             return Status.MALFORMED
-        if isinstance(request, Bind) or request.flags & _RECORD and not self.ack.capabilities & Capability.RECORD_COMPLETION:
+        needed = Capability.DIRECT_ALLOC if isinstance(request, Bind) else Capability.RECORD_COMPLETION if request.flags & _RECORD else 0
+        if needed & ~self.ack.capabilities:
             return Status.UNSUPPORTED
+        if request.flags & _RECORD and request.flags & _INVALIDATE:
+            return Status.MALFORMED  # only a Send can invalidate
         if self._target.is_shutting_down:
             return Status.SHUTTING_DOWN
         if len(self._outstanding) >= self.ack.outstanding:
             return Status.BUSY
         return _OK
 
-    def _start(self, request: Load | Store | Free) -> None:
+    def _start(self, request: Request) -> None:
         self._outstanding.add(request.request_id)
         index = self._target.table.index_of(request.handle)
         if index is not None and index in self._lines:
@@ -342,6 +345,8 @@ class TargetSession:
                 self._store(request, index)
             case Free():
                 self._free(request, index)
+            case Bind():
+                self._bind(request, index)
 
     def _advance_line(self, index: int) -> None:
         """The request in progress for this entry is finished: run those behind it until one is in progress again."""
@@ -355,6 +360,8 @@ class TargetSession:
     def _load(self, request: Load, index: int | None) -> None:
         entry = None if index is None else self._target.table.entry(index)
         status = _check_bound(request, entry)
+        if index in self._target.confined and not self._is_trusted(index):
+            status = Status.NOT_PERMITTED
         if status is _OK:
             assert entry is not None
             if not entry.is_sealed and not request.flags & _ALLOW_UNSEALED:
@@ -446,7 +453,47 @@ class TargetSession:
             self._lines[index] = deque()
             self._target.clear(index)
 
+    def _bind(self, request: Bind, index: int | None) -> None:
+        target, partition = self._target, self.partition
+        assert partition is not None
+        entry = None if index is None else target.table.entry(index)
+        self._observe_tickets(partition, self._now)
+        if entry is None or not self._is_in_range(request.handle):
+            status = Status.NOT_PERMITTED
+        elif entry.is_valid:
+            status = Status.ALREADY_BOUND
+        elif request.generation not in (0, entry.generation):
+            status = Status.STALE_GENERATION
+        elif not 0 < request.data_length <= target.pool.block_bytes:
+            status = Status.LENGTH
+        else:
+            status = partition.check(request.ticket, request.block_offset)
+        if status is _OK and index is not None:
+            partition.consume(request.ticket)
+            target.reserve(index)
+            sealed = bool(request.flags & _SEAL)
+            target.bind_taken(index, self.number, request.block_offset, request.data_length, sealed)
+            if self.hello is not None:
+                target.confined[index] = self.hello.trust_domain
+            self._succeed(request, target.table.entry(index))
+        else:
+            self._fail(request, status)
+        if partition.fault is not None:
+            self._close(partition.fault)
+
     # Inside ----------------------------------------------------------------------------------------------------------
+
+    def _observe_tickets(self, partition: Partition, now: float) -> None:
+        for offset in partition.observe(now):
+            self._pool().ticketed(self.number, offset)
+
+    def _pool(self) -> BlockPool:
+        assert isinstance(self._target.pool, BlockPool)
+        return self._target.pool
+
+    def _is_trusted(self, index: int | None) -> bool:
+        """Whether a confined entry may be served to this session."""
+        return index is not None and self.hello is not None and self._target.confined[index] == self.hello.trust_domain
 
     def _is_in_range(self, handle: int) -> bool:
         return self.handle_base <= handle < self.handle_base + self.handle_count
@@ -461,10 +508,8 @@ class TargetSession:
         self._emit(Read(operation.block_offset, data.length, data.stag, data.offset, self._token(operation)))
 
     def _give_up(self, operation: _Storing) -> None:
-        pool = self._target.pool
-        assert isinstance(pool, BlockPool)
         self._target.unreserve(operation.index)
-        pool.give_back(self.number, operation.block_offset, clear=self._target.clears_blocks)
+        self._pool().give_back(self.number, operation.block_offset, clear=self._target.clears_blocks)
 
     def _token(self, operation: _Operation) -> int:
         token = self._next_token
@@ -474,7 +519,10 @@ class TargetSession:
 
     def _succeed(self, request: Request, entry: Entry, *, with_block: bool = True) -> None:
         offset, length = (entry.block_offset, entry.data_length) if with_block else (0, 0)
-        self._complete(request, Completion(request.request_id, request.handle, entry.generation, _OK, length, offset))
+        checksum = 0
+        if with_block and self.ack is not None and self.ack.capabilities & _CHECKSUM:
+            checksum = self._target.checksum(request.handle - self._target.table.base_handle)
+        self._complete(request, Completion(request.request_id, request.handle, entry.generation, _OK, length, offset, checksum))
 
     def _fail(self, request: Request, status: Status) -> None:
         assert status is not _OK
@@ -482,7 +530,11 @@ class TargetSession:
 
     def _complete(self, request: Request, completion: Completion) -> None:
         self._outstanding.remove(request.request_id)
-        self._emit(Send(completion.encode(), _invalidated_stag(request)))
+        if not isinstance(request, Bind) and request.record is not None:
+            slot = request.record
+            self._emit(Record(encode_record(completion), slot.stag, slot.offset, request.request_id & 0xFFFF_FFFF))
+        else:
+            self._emit(Send(completion.encode(), _invalidated_stag(request)))
         self._close_if_answered()
 
     def _answer(self, header: Header, status: Status, invalidate_stag: int | None = None) -> None:

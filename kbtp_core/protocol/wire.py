@@ -25,6 +25,7 @@ from kbtp_core.protocol.constants import (
     COMPLETION_BYTES,
     DESCRIPTOR_BYTES,
     HEADER_BYTES,
+    RECORD_BYTES,
     REQUEST_BYTES,
     VERSION,
     Flag,
@@ -47,6 +48,9 @@ HEADER: Final = np.dtype(_HEADER_FIELDS)
 REQUEST: Final = np.dtype([*_HEADER_FIELDS, ("stag", ">u4"), ("offset", ">u8"), ("length", ">u4")])
 """LOAD, STORE and ALLOC_STORE with their Data Descriptor, 40 octets."""
 
+BIND: Final = np.dtype([*_HEADER_FIELDS, ("ticket", ">u4"), ("data_length", ">u4"), ("block_offset", ">u8")])
+"""BIND, 40 octets."""
+
 COMPLETION: Final = np.dtype([*_HEADER_FIELDS, ("data_length", ">u4"), ("checksum", ">u4"), ("block_offset", ">u8")])
 """COMPLETION, 40 octets. `checksum` is reserved unless CHECKSUM was granted."""
 
@@ -59,6 +63,7 @@ _INLINE, _RECORD, _INVALIDATE = int(Flag.INLINE), int(Flag.RECORD), int(Flag.INV
 _STORE = int(Opcode.STORE)
 _ALLOWED = {int(opcode): int(flags) for opcode, flags in ALLOWED_FLAGS.items()}
 _COMPLETION_WORD: Final = np.frombuffer(bytes([VERSION, Opcode.COMPLETION, 0, 0]), np.uint32)[0]  # version, opcode and no flags
+_record_fields = struct.Struct(">QHHIQ")
 _tail = struct.Struct(">IIQ")  # COMPLETION and BIND share this shape
 
 
@@ -349,6 +354,40 @@ def encode_frees(request_ids: NDArray[np.uint64], handles: NDArray[np.uint64], g
     out["version"], out["opcode"] = VERSION, Opcode.FREE
     out["request_id"], out["handle"], out["generation"] = request_ids, handles, generations
     return out.view(np.uint8).reshape(-1, HEADER_BYTES)
+
+
+def encode_binds(
+    request_ids: NDArray[np.uint64],
+    handles: NDArray[np.uint64],
+    generations: NDArray[np.uint16] | int,
+    tickets: NDArray[np.uint32],
+    lengths: NDArray[np.uint32] | int,
+    block_offsets: NDArray[np.uint64],
+    flags: int,
+) -> NDArray[np.uint8]:
+    """n BIND requests as (n, 40) octets."""
+    out = np.zeros(len(request_ids), BIND)
+    out["version"], out["opcode"], out["flags"] = VERSION, Opcode.BIND, flags
+    out["request_id"], out["handle"], out["generation"] = request_ids, handles, generations
+    out["ticket"], out["data_length"], out["block_offset"] = tickets, lengths, block_offsets
+    return out.view(np.uint8).reshape(-1, BIND_BYTES)
+
+
+def encode_record(completion: Completion) -> bytes:
+    """The completion record that says what `completion` says (draft section 6.5)."""
+    c = completion
+    return _record_fields.pack(c.request_id, c.status, c.generation, c.data_length, c.block_offset)
+
+
+def decode_records(raw: NDArray[np.uint8]) -> NDArray[Any]:
+    """(n, 24) octets of completion records as an array of dtype COMPLETION; a record names no handle and has no checksum."""
+    if raw.shape[1] != RECORD_BYTES:
+        raise Malformed(f"completion records of {raw.shape[1]} octets, expected {RECORD_BYTES}")
+    records = np.ascontiguousarray(raw).view(RECORD)[:, 0]
+    out = np.zeros(len(records), COMPLETION)
+    for name in ("request_id", "status", "generation", "data_length", "block_offset"):
+        out[name] = records[name]
+    return out
 
 
 def decode_completions(raw: NDArray[np.uint8]) -> NDArray[Any]:

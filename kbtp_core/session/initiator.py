@@ -19,6 +19,7 @@ from kbtp_core.fabric.api import Access, Fabric, FabricError, Region
 from kbtp_core.protocol.constants import Flag
 from kbtp_core.protocol.hello import HelloAck
 from kbtp_core.protocol.initiator import HelloParameters, InitiatorState
+from kbtp_core.session.direct import PendingDirect
 from kbtp_core.session.incarnation import process_incarnation
 from kbtp_core.session.initiator_core import InitiatorCore, PendingBatch
 
@@ -36,7 +37,7 @@ class LoadBatch:
     has failed (SessionClosed, DeadlineExceeded).
     """
 
-    def __init__(self, session: InitiatorSession, pending: PendingBatch) -> None:
+    def __init__(self, session: InitiatorSession, pending: PendingBatch | PendingDirect) -> None:
         self._session = session
         self._pending = pending
 
@@ -73,6 +74,11 @@ class LoadBatch:
     @property
     def block_offset(self) -> NDArray[np.uint64]:
         return self._pending.block_offset
+
+    @property
+    def checksum(self) -> NDArray[np.uint32]:
+        """CRC-32C of each block's data as the target computed it, if CHECKSUM was granted; else zero."""
+        return self._pending.checksum
 
     def wait(self) -> LoadBatch:
         """Wait until done, at most until the batch's deadline.
@@ -244,6 +250,45 @@ class InitiatorSession:
         with self._changed:
             return LoadBatch(self, self._core.submit(self._core.protocol.free(handles, generations), None, deadline))
 
+    def load_direct(
+        self,
+        handles: ArrayLike,
+        generations: ArrayLike,
+        region: Region,
+        offsets: ArrayLike,
+        lengths: ArrayLike,
+        *,
+        deadline: float,
+    ) -> LoadBatch:
+        """As `load`, by one-sided reads alone (DIRECT_LOAD, draft section 6.6): the target's processor has no part in it.
+
+        Raises ValueError if the target did not grant it.
+        """
+        with self._changed:
+            pending = self._core.load_direct(handles, generations, region, offsets, lengths, deadline, time.monotonic())
+            return LoadBatch(self, pending)
+
+    def store_direct(
+        self,
+        handles: ArrayLike,
+        generations: ArrayLike,
+        region: Region,
+        offsets: ArrayLike,
+        lengths: ArrayLike,
+        *,
+        deadline: float,
+        flags: int = Flag.SEAL,
+    ) -> LoadBatch:
+        """As `alloc_store`, with blocks that this side takes and writes itself; the target only binds them (DIRECT_ALLOC).
+
+        NO_SPACE for what is over the quota; UNSUPPORTED once a ticket has timed out: use `alloc_store` for the rest of the session.
+
+        Raises ValueError if the target did not grant it.
+        """
+        with self._changed:
+            pending = self._core.store_direct(handles, generations, region, offsets, lengths, deadline, time.monotonic(), flags)
+            return LoadBatch(self, pending)
+
     def poll(self) -> None:
         """Process what has come, without waiting; for callers that look at `LoadBatch.done`. Fences overdue batches."""
         with self._changed:
@@ -274,7 +319,7 @@ class InitiatorSession:
                     self._is_driven = False
                     self._process()
 
-    def cancel(self, pending: PendingBatch) -> None:
+    def cancel(self, pending: PendingBatch | PendingDirect) -> None:
         """See `LoadBatch.cancel`."""
         with self._changed:
             self._core.give_up(pending)

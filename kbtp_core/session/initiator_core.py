@@ -35,14 +35,21 @@ from kbtp_core.protocol.constants import (
     HELLO_LIMIT_BYTES,
     NO_STATUS,
     REQUEST_BYTES,
+    Capability,
+    Flag,
     Status,
 )
+from kbtp_core.protocol.direct import DirectAllocator, DirectLoad, DirectStore
+from kbtp_core.protocol.hello import HelloAck
 from kbtp_core.protocol.initiator import Batch, HelloParameters, Initiator, InitiatorState
+from kbtp_core.session.direct import DIRECT_DEPTH, DIRECT_ID, DirectOperations, PendingDirect
 from kbtp_core.session.slots import ReceiveRows, SendRows
 
 SPARE_RECEIVES: Final = 8
 _SPARE_SENDS: Final = 2  # GOODBYE passes outstanding requests
 _GREETING_ID: Final = 1 << 32  # wr_id of the first receive for a HELLO_ACK
+_DIRECT_MODES: Final = int(Capability.DIRECT_LOAD | Capability.DIRECT_ALLOC)
+_RECEIVED_WORD: Final = int(np.array([(Op.RECEIVE, CompletionStatus.OK, 0)], [("op", "u1"), ("status", "u1"), ("flags", "u2")]).view(np.uint32)[0])
 _GREETINGS: Final = 2  # a HELLO_ACK, and a GOODBYE that may follow at once
 
 
@@ -60,6 +67,7 @@ class PendingBatch:
         self.region = region
         self.batch = batch
         self._results: tuple[NDArray[np.uint16], NDArray[np.uint16], NDArray[np.uint32], NDArray[np.uint64]] | None = None
+        self._checksum: NDArray[np.uint32] | None = None
 
     @property
     def status(self) -> NDArray[np.uint16]:
@@ -78,6 +86,10 @@ class PendingBatch:
         return self.batch.block_offset if self._results is None else self._results[3]
 
     @property
+    def checksum(self) -> NDArray[np.uint32]:
+        return self.batch.checksum if self._checksum is None else self._checksum
+
+    @property
     def ok(self) -> bool:
         """Done, and every request was answered OK."""
         return self.done and self.error is None and bool((self.status == Status.OK).all())
@@ -86,6 +98,7 @@ class PendingBatch:
         """Done: results stay as they are now, whatever still arrives."""
         batch = self.batch
         self._results = (batch.status, batch.generation, batch.data_length, batch.block_offset)
+        self._checksum = batch.checksum
         self.error = error
         self.done = True
 
@@ -110,12 +123,14 @@ class InitiatorCore:
         self.is_disconnected = False
         self.pd = fabric.alloc_pd()
         self._address = (host, port)
+        direct_depth = DIRECT_DEPTH if parameters.capabilities & _DIRECT_MODES else 0
         limits = QueueLimits(
-            send_depth=parameters.outstanding + _SPARE_SENDS + _GREETINGS,
+            send_depth=parameters.outstanding + _SPARE_SENDS + _GREETINGS + direct_depth,
             receive_depth=parameters.outstanding + SPARE_RECEIVES + _GREETINGS,
             startup_timeout_s=startup_timeout_s,
         )
         self.qp: QueuePair = fabric.create_qp(self.pd, cq, limits)
+        self.direct = DirectOperations(self.qp, self.pd, self.peer)
         self._greetings = ReceiveRows(self.pd, _GREETINGS, HELLO_ACK_LIMIT_BYTES, _GREETING_ID)
         self._hellos = SendRows(self.pd, 2, HELLO_LIMIT_BYTES)
         self._sends: SendRows | None = None
@@ -144,14 +159,14 @@ class InitiatorCore:
 
     def process(self, completions: Array, now: float) -> None:
         """Take completions (dtype COMPLETION) of this session's queue pair, fail what is overdue, send what credit allows."""
-        if len(completions):
-            op = completions["op"]
-            received = op == Op.RECEIVE
+        if len(completions) and not self._take_answers(completions):
+            received = completions["op"] == Op.RECEIVE
             if np.count_nonzero(received):
                 self._on_received(completions[received])
             for completion in completions[~received].tolist():
                 self._on_other(completion)
         self.expire(now)
+        self.direct.step(now)
         self.flush()
 
     def goodbye(self) -> None:
@@ -187,9 +202,69 @@ class InitiatorCore:
         self.flush()
         return pending
 
-    def give_up(self, pending: PendingBatch) -> None:
+    def load_direct(
+        self,
+        handles: ArrayLike,
+        generations: ArrayLike,
+        region: Region,
+        offsets: ArrayLike,
+        lengths: ArrayLike,
+        deadline: float,
+        now: float,
+    ) -> PendingDirect:
+        """Read blocks by DIRECT_LOAD. Raises ValueError if the target did not grant it, SessionClosed."""
+        ack = self._granted(Capability.DIRECT_LOAD)
+        wanted = np.atleast_1d(np.asarray(handles, np.uint64))
+        machine = DirectLoad(
+            ack,
+            wanted,
+            _spread(generations, len(wanted), np.uint16),
+            _spread(offsets, len(wanted), np.uint64),
+            _spread(lengths, len(wanted), np.uint32),
+        )
+        return self.direct.load(machine, region, deadline, now)
+
+    def store_direct(
+        self,
+        handles: ArrayLike,
+        generations: ArrayLike,
+        region: Region,
+        offsets: ArrayLike,
+        lengths: ArrayLike,
+        deadline: float,
+        now: float,
+        flags: int = Flag.SEAL,
+    ) -> PendingDirect:
+        """Take blocks by DIRECT_ALLOC, write them and BIND them. Raises ValueError if the target did not grant it, SessionClosed."""
+        ack = self._granted(Capability.DIRECT_ALLOC)
+        if self.direct.allocator is None:
+            self.direct.allocator = DirectAllocator(ack)
+        wanted = np.atleast_1d(np.asarray(handles, np.uint64))
+        count, sizes = len(wanted), _spread(lengths, len(wanted), np.uint32)
+        wanted_generations = _spread(generations, count, np.uint16)
+        machine = DirectStore(self.direct.allocator, self.protocol.bound_count, _spread(offsets, count, np.uint64), sizes)
+
+        def bind(at: NDArray[np.intp]) -> PendingBatch:
+            batch = self.protocol.bind(wanted[at], wanted_generations[at], machine.tickets[at], sizes[at], machine.block_offset[at], flags)
+            return self.submit(batch, region, deadline)
+
+        return self.direct.store(machine, region, deadline, now, bind)
+
+    def _granted(self, capability: Capability) -> HelloAck:
+        self.protocol.expect_ready()
+        ack = self.protocol.ack
+        assert ack is not None
+        if not ack.capabilities & capability:
+            raise ValueError(f"{self.peer} did not grant {capability.name}. Let its operator list our trust domain, or use requests")
+        return ack
+
+    def give_up(self, pending: PendingBatch | PendingDirect) -> None:
         """Fence a batch now, as if its deadline had passed."""
-        if not pending.done:
+        if isinstance(pending, PendingDirect):
+            if pending.binding is not None:
+                self.give_up(pending.binding)
+            self.direct.give_up(pending)
+        elif not pending.done:
             self._expire(pending)
 
     # Inside ----------------------------------------------------------------------------------------------------------
@@ -206,6 +281,24 @@ class InitiatorCore:
                 f"Allow more time, or look at what the target does"
             )
         )
+
+    def _take_answers(self, completions: Array) -> bool:
+        """The usual case in as few array operations as can be: nothing but COMPLETIONs came. False, and nothing done, if not."""
+        receives = self._receives
+        words = np.ascontiguousarray(completions).view(np.uint64).reshape(-1, 4)  # wr_id; qp, op, status, flags; length, STag; value
+        if receives is None or not self.is_ready:
+            return False
+        if np.count_nonzero(words[:, 1] >> 32 == _RECEIVED_WORD) + np.count_nonzero(words[:, 2] == COMPLETION_BYTES) != 2 * len(words):
+            return False
+        rows = words[:, 0].astype(np.int64)
+        if int(rows.max()) >= _GREETING_ID:
+            return False
+        before = self.protocol.state
+        self._on_done(self.protocol.receive_completions(receives.memory[rows, :COMPLETION_BYTES]))
+        self._post_receives(receives, rows)
+        if self.protocol.state is not before:
+            self._settle_after(before)
+        return True
 
     def _on_received(self, completions: Array) -> None:
         """Messages, in the order that they came. A run of COMPLETIONs is one array."""
@@ -263,6 +356,8 @@ class InitiatorCore:
         state = self.protocol.state
         if state in (InitiatorState.CLOSING, InitiatorState.CLOSED):
             over = state is InitiatorState.CLOSED
+            if over:
+                self.direct.fail_all(self.error or SessionClosed(f"the session with {self.peer} has ended"))
             for pending in list(self._pending.values()):
                 if over or pending.batch.is_done:
                     del self._pending[pending.batch.sequence]
@@ -281,6 +376,8 @@ class InitiatorCore:
             self.is_disconnected = True
             self.protocol.disconnected(_why(status, value))
             self._settle_after(before)
+        elif wr_id == DIRECT_ID:
+            self.direct.on_completion(status, value)
         elif status == CompletionStatus.OK and self._sends is not None and wr_id:
             self._sends.release(wr_id)
 
@@ -298,7 +395,7 @@ class InitiatorCore:
         requests["length"] = messages.shape[1] if lengths is None else lengths
         requests["local_stag"] = sends.region.stag
         requests["local_offset"] = rows * sends.stride
-        if sends is self._sends:
+        if sends is self._sends and 2 * sends.free_count < sends.count:  # one completion releases many rows
             requests["wr_id"][-1] = mark
             requests["flags"][-1] = WrFlag.SIGNALED
         try:
@@ -315,6 +412,11 @@ class InitiatorCore:
     def _lost(self) -> None:
         """The queue pair has ended, and DISCONNECTED, which says why, is on its way: send nothing more until then."""
         self._sends = None
+
+
+def _spread(values: ArrayLike, count: int, kind: type[Any]) -> NDArray[Any]:
+    """`values` as n of a kind; a scalar stands for all."""
+    return np.broadcast_to(np.asarray(values, kind), (count,))
 
 
 def _why(status: int, value: int) -> str:

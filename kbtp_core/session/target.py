@@ -22,9 +22,7 @@ from kbtp_core.session.target_core import PoolRegion, TargetCore
 
 _log = logging.getLogger(__name__)
 
-_IDLE_WAIT_S: Final = 0.25  # how late an overdue HELLO may be noticed
 _EXIT_TIMEOUT_S: Final = 0.5  # for a server that was not closed before the interpreter ends
-_DRAIN_WAIT_S: Final = 0.001  # how often readers of cleared blocks are asked for
 
 
 class TargetServer:
@@ -108,7 +106,7 @@ class TargetServer:
                 return
             self._is_accepting = False
             self._listener.close()
-            self._core.shut_down()
+            self._core.shut_down(time.monotonic())
         deadline = time.monotonic() + timeout_s
         self._wait_for_disconnects(min(deadline, time.monotonic() + timeout_s / 2))
         with self._lock:
@@ -126,7 +124,7 @@ class TargetServer:
     def _run(self) -> None:
         try:
             while not self._is_stopping:
-                self._cq.wait(_DRAIN_WAIT_S if self._core.has_pending_work else _IDLE_WAIT_S)
+                self._cq.wait(self._core.wait_limit_s)
                 self._step()
         except BaseException as error:
             self._failure = error

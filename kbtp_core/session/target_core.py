@@ -7,14 +7,16 @@ that keep a connection sound:
 2. Until HELLO is answered a peer has one receive, and a deadline.
 3. What does not fit into the send queue waits here, in order; it is posted when earlier requests have completed.
 4. The session hears `disconnected` only when the queue pair's DISCONNECTED was polled: nothing of it touches memory any more.
+5. Nobody waits for a greedy neighbour: completions are taken in turns of bounded cost, one session after the other. And within a
+   session loads and small messages don't wait for stores: RDMA Reads are posted behind everything else, a few at a time, so that
+   the send queue never stands still because the peer's read credit is used up.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from itertools import pairwise
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import numpy as np
@@ -37,17 +39,23 @@ from kbtp_core.fabric.api import (
     Region,
     WrFlag,
 )
-from kbtp_core.protocol.constants import HEADER_BYTES, HELLO_ACK_LIMIT_BYTES, HELLO_LIMIT_BYTES, REQUEST_BYTES
-from kbtp_core.protocol.effects import Close, Effect, Read, Send, SendMany, Write
+from kbtp_core.protocol.constants import HEADER_BYTES, HELLO_ACK_LIMIT_BYTES, HELLO_LIMIT_BYTES, REQUEST_BYTES, Capability
+from kbtp_core.protocol.effects import Close, Effect, Read, Record, RevokePartition, Send, SendMany, Write
 from kbtp_core.protocol.target import Target
 from kbtp_core.protocol.target_session import TargetSession, TargetState
+from kbtp_core.session.exposure import ExposedMemory
 from kbtp_core.session.slots import ReceiveRows, SendRows
 
 _log = logging.getLogger(__name__)
 
 SPARE_RECEIVES: Final = 8
 SMALLEST_RECEIVE_BYTES: Final = 640
+READS_IN_FLIGHT: Final = 16
+TURN_COST: Final = 128  # of one session; a completion costs 1, one of many that are taken together a part of that
+_RUN_COST: Final = 1 / 16
 _GREETING_ID: Final = 1 << 32  # wr_id of the receive for a HELLO
+_IDLE_WAIT_S: Final = 0.25  # how late an overdue HELLO may be noticed
+_DRAIN_WAIT_S: Final = 0.001  # how often readers of cleared blocks are asked for
 _ANSWER_BYTES: Final = 64
 _SENDS: Final = frozenset({Op.SEND, Op.SEND_INVALIDATE, Op.SEND_SE, Op.SEND_SE_INVALIDATE})
 
@@ -80,6 +88,14 @@ class _PostBatch:
         self._add(0, op, WrFlag.NONE, len(effect.data), rows.region.stag, effect.invalidate_stag or 0, rows.offset(int(row)), 0)
         self.answer_count += effect.answers
 
+    def add_record(self, rows: SendRows, effect: Record, op: int) -> None:
+        (row,), _ = rows.take(1)
+        rows.memory[row, : len(effect.data)] = np.frombuffer(effect.data, np.uint8)
+        self._add(
+            0, op, WrFlag.NONE, len(effect.data), rows.region.stag, effect.stag, rows.offset(int(row)), effect.offset, effect.immediate
+        )
+        self.answer_count += 1
+
     def add_sends(self, rows: SendRows, messages: NDArray[np.uint8]) -> None:
         numbers, _ = rows.take(len(messages))
         rows.memory[numbers, : messages.shape[1]] = messages
@@ -100,8 +116,10 @@ class _PostBatch:
             self.signaled.append((self._posted_count + self._count, mark))
         return requests
 
-    def _add(self, wr_id: int, op: int, flags: int, length: int, local_stag: int, stag: int, local_offset: int, offset: int) -> None:
-        self._rows.append((wr_id, op, flags, 0, length, local_stag, stag, local_offset, offset, 0, 0, 0, 0))
+    def _add(
+        self, wr_id: int, op: int, flags: int, length: int, local_stag: int, stag: int, local_offset: int, offset: int, operand: int = 0
+    ) -> None:
+        self._rows.append((wr_id, op, flags, 0, length, local_stag, stag, local_offset, offset, operand, 0, 0, 0))
         self._count += 1
 
     def _gather(self) -> None:
@@ -134,12 +152,16 @@ class _Connection:
             raise
         self.receives: ReceiveRows | None = None  # once HELLO is granted
         self.held: deque[int] = deque()  # receive rows whose messages are not answered
-        self.backlog: deque[Effect] = deque()
+        self.inbox: deque[Array] = deque()  # completions that no turn has taken yet
+        self.backlog: deque[Send | SendMany | Write | Record | Close] = deque()
+        self.reads: deque[Read] = deque()
+        self.reads_in_flight = 0
         self.posted_count = 0  # work requests ever posted
         self.retired_count = 0  # of those, known to have completed
         self.signaled: deque[tuple[int, int]] = deque()  # (posted_count behind it, mark in `answers`) of each signaled request
         self.is_closing = False
-        self.session: TargetSession = core.target.open_session(self.peer)
+        self.memory = ExposedMemory(self.pd, core.target.table.entries, self._report)
+        self.session: TargetSession = core.target.open_session(self.peer, offers=core.offers, expose=self.memory.expose)
 
     @property
     def is_greeted(self) -> bool:
@@ -156,13 +178,13 @@ class _Connection:
             assert self.receives is not None
             message = self.receives.message(wr_id, length)
             self.held.append(wr_id)
-        self.add(self.session.receive(message, now))
+        self.add(self.session.receive(message, now), now)
 
     def on_frees(self, wr_ids: NDArray[np.int64], now: float) -> None:
         """A run of messages that have the length of a FREE."""
         assert self.receives is not None
         self.held.extend(wr_ids.tolist())
-        self.add(self.session.receive_frees(self.receives.memory[wr_ids, :HEADER_BYTES], now))
+        self.add(self.session.receive_frees(self.receives.memory[wr_ids, :HEADER_BYTES], now), now)
 
     def on_sent(self, op: int, wr_id: int, ok: bool, now: float) -> None:
         """A work request has completed; all before it have too."""
@@ -170,14 +192,25 @@ class _Connection:
             self.retired_count, mark = self.signaled.popleft()
             self.answers.release(mark)
         if op == Op.WRITE and wr_id:
-            self.add(self.session.write_done(wr_id, ok, now))
+            self.add(self.session.write_done(wr_id, ok, now), now)
         elif op == Op.READ:
-            self.add(self.session.read_done(wr_id, ok, now))
+            self.reads_in_flight -= 1
+            self.add(self.session.read_done(wr_id, ok, now), now)
 
-    def add(self, effects: Iterable[Effect]) -> None:
-        self.backlog.extend(effects)
-        if self.backlog:
+    def add(self, effects: Iterable[Effect], now: float) -> None:
+        for effect in effects:
+            if isinstance(effect, Read):
+                self.reads.append(effect)
+            elif isinstance(effect, RevokePartition):
+                self.memory.revoke()
+                self.add(self.session.partition_revoked(now), now)
+            else:
+                self.backlog.append(effect)
+        if self.backlog or self.reads:
             self.core.dirty.add(self)
+
+    def _report(self, error: FabricError) -> None:
+        _log.warning("%s gets no direct modes: %s", self.peer, error)
 
     def flush(self) -> None:
         """Post what fits of the backlog, as one batch; with a Close at its end."""
@@ -189,21 +222,28 @@ class _Connection:
             effect = self.backlog[0]
             if isinstance(effect, Close) or not self._translate(effect, batch, room - len(batch)):
                 break
+        while self.reads and len(batch) < room and self.reads_in_flight < READS_IN_FLIGHT:
+            batch.add_signaled(Op.READ, WrFlag.NONE, self.reads.popleft(), self.pool.stag, self.answers.mark)
+            self.reads_in_flight += 1
         try:
             self._post(batch)
             if self.backlog and isinstance(self.backlog[0], Close):
                 self._close(self.backlog[0])
         except QueuePairClosed:
             self.backlog.clear()  # DISCONNECTED is on its way, and with it the session's end
+            self.reads.clear()
 
-    def _translate(self, effect: Send | SendMany | Write | Read, batch: _PostBatch, room: int) -> bool:
+    def _translate(self, effect: Send | SendMany | Write | Record, batch: _PostBatch, room: int) -> bool:
         """Move the first effect of the backlog into `batch`; False if a send row has to be waited for."""
         match effect:
             case Write():
                 flags = WrFlag.SNAPSHOT if effect.snapshot else WrFlag.NONE
                 batch.add_signaled(Op.WRITE, flags, effect, self.pool.stag, self.answers.mark)
-            case Read():
-                batch.add_signaled(Op.READ, WrFlag.NONE, effect, self.pool.stag, self.answers.mark)
+            case Record():
+                if not self.answers.free_count:
+                    return False
+                assert self.core.record_op is not None, "RECORD_COMPLETION was granted without a binding that has it"
+                batch.add_record(self.answers, effect, self.core.record_op)
             case Send():
                 rows = self.answers if len(effect.data) <= _ANSWER_BYTES else self.greeting_answers
                 if not rows.free_count:
@@ -241,13 +281,14 @@ class _Connection:
         self.receives = ReceiveRows(self.pd, count, size)
         try:
             self.qp.post_receive(self.receives.requests(np.arange(count, dtype=np.int64)))
-            if self.core.executor is not None:
+            if self.core.executor is not None and self.session.allows_executor:
                 self.qp.attach_executor(self.core.executor, self.pool)
         except QueuePairClosed:
             return  # DISCONNECTED is on its way
 
     def _close(self, effect: Close) -> None:
         self.backlog.clear()
+        self.reads.clear()
         if not self.is_closing:
             self.is_closing = True
             _log.info("session of %s ends: %s", self.peer, effect.reason)
@@ -256,6 +297,8 @@ class _Connection:
     def end(self, now: float) -> None:
         """DISCONNECTED was polled."""
         self.backlog.clear()
+        self.reads.clear()
+        self.inbox.clear()
         self.session.disconnected(now)
         self.pd.close()
 
@@ -280,6 +323,9 @@ class TargetCore:
         self.pool_region = pool_region
         self.session_limit = session_limit
         self.hello_timeout_s = hello_timeout_s
+        self.record_op: int | None = getattr(fabric, "write_with_immediate", None)
+        """The work request that writes a completion record, of fabrics that keep its order (draft section 6.5); no RDMAP fabric has it."""
+        self.offers = Capability.NONE if self.record_op is None else Capability.RECORD_COMPLETION
         self.dirty: set[_Connection] = set()
         table = target.table
         self.executor: Executor | None = (
@@ -296,8 +342,19 @@ class TargetCore:
 
     @property
     def has_pending_work(self) -> bool:
-        """Something waits that no completion may announce: call `tick` soon."""
-        return self.target.draining_count > 0
+        """Something waits that no completion may announce: call `process` soon."""
+        return self.wait_limit_s < _IDLE_WAIT_S
+
+    @property
+    def wait_limit_s(self) -> float:
+        """How long to wait for completions at most, for what none may announce."""
+        if any(connection.inbox for connection in self._connections.values()):
+            return 0.0
+        if self.target.draining_count > 0:
+            return _DRAIN_WAIT_S
+        if self.target.direct is not None and self.target.has_open_partitions:
+            return min(max(self.target.direct.ticket_timeout_s / 8, _DRAIN_WAIT_S), _IDLE_WAIT_S)
+        return _IDLE_WAIT_S
 
     def admit(self, request: ConnectionRequest, now: float) -> None:
         """Take a connection, or reject it if there are as many as may be."""
@@ -319,15 +376,32 @@ class TargetCore:
             _log.info("lost %s while it was accepted", request.peer)
 
     def process(self, completions: Array, now: float) -> None:
-        """Take completions (dtype COMPLETION) of this target's queue pairs, and post what follows."""
-        for run, is_frees in _runs(completions):
-            connection = self._connections.get(int(run["qp"][0])) if is_frees else None
+        """Take completions (dtype COMPLETION) of this target's queue pairs, give each session a turn, and post what follows."""
+        numbers = completions["qp"]
+        for number in np.unique(numbers).tolist():
+            connection = self._connections.get(number)
             if connection is not None:
+                connection.inbox.append(completions[numbers == number])
+        for connection in [connection for connection in self._connections.values() if connection.inbox]:
+            self._take_turn(connection, now)
+        self.tick(now)
+
+    def _take_turn(self, connection: _Connection, now: float) -> None:
+        budget = float(TURN_COST)
+        while connection.inbox and budget > 0:
+            run, is_frees, rest = _first_run(connection.inbox.popleft(), int(budget) + 1)
+            if len(rest):
+                connection.inbox.appendleft(rest)
+            if is_frees:
                 connection.on_frees(run["wr_id"].astype(np.int64), now)
+                budget -= _RUN_COST * len(run)
             else:
                 for completion in run.tolist():
-                    self._on_completion(completion, now)
-        self.tick(now)
+                    self._on_completion(connection, completion, now)
+                budget -= len(run)
+        if connection in self.dirty:
+            self.dirty.remove(connection)
+            connection.flush()
 
     def tick(self, now: float) -> None:
         """Move drained blocks on, end connections whose HELLO is overdue, post what waits."""
@@ -335,7 +409,7 @@ class TargetCore:
             connection = self._by_session.get(session)
             effects = session.take_effects()
             if connection is not None:
-                connection.add(effects)
+                connection.add(effects, now)
         for connection in self._connections.values():
             if not connection.is_greeted and now >= connection.hello_deadline and not connection.is_closing:
                 connection.is_closing = True
@@ -343,10 +417,10 @@ class TargetCore:
                 connection.qp.abort()
         self.flush()
 
-    def shut_down(self) -> None:
+    def shut_down(self, now: float) -> None:
         """Say goodbye on every session; new requests are answered SHUTTING_DOWN from now on."""
         for session in self.target.shut_down():
-            self._by_session[session].add(session.take_effects())
+            self._by_session[session].add(session.take_effects(), now)
         self.flush()
 
     def close_all(self) -> None:
@@ -359,11 +433,8 @@ class TargetCore:
         while self.dirty:
             self.dirty.pop().flush()
 
-    def _on_completion(self, completion: tuple[Any, ...], now: float) -> None:
+    def _on_completion(self, connection: _Connection, completion: tuple[Any, ...], now: float) -> None:
         wr_id, number, op, status, _, length = completion[:6]
-        connection = self._connections.get(number)
-        if connection is None:
-            return
         if op == Op.DISCONNECTED:
             del self._connections[number]
             del self._by_session[connection.session]
@@ -378,12 +449,16 @@ class TargetCore:
             self.dirty.add(connection)
 
 
-def _runs(completions: Array) -> Iterator[tuple[Array, bool]]:
-    """Pieces of `completions`, in order: runs of several messages of one queue pair that have the length of a FREE (True), and the rest."""
+def _first_run(completions: Array, limit: int) -> tuple[Array, bool, Array]:
+    """The first run of one session's completions, whether it is of several messages that have the length of a FREE, and what is left.
+
+    A run of anything else has at most `limit` completions.
+    """
     is_free = (completions["op"] == Op.RECEIVE) & (completions["length"] == HEADER_BYTES) & (completions["wr_id"] < _GREETING_ID)
     is_free &= completions["status"] == CompletionStatus.OK
-    key = np.where(is_free, completions["qp"].astype(np.int64), -1)
-    bounds = [0, *(np.flatnonzero(key[1:] != key[:-1]) + 1).tolist(), len(key)]
-    for start, stop in pairwise(bounds):
-        if stop > start:
-            yield completions[start:stop], bool(is_free[start]) and stop - start > 1
+    changes = np.flatnonzero(is_free[1:] != is_free[:-1])
+    stop = int(changes[0]) + 1 if len(changes) else len(completions)
+    is_run = bool(is_free[0]) and stop > 1
+    if not is_run:
+        stop = min(stop, limit)
+    return completions[:stop], is_run, completions[stop:]
