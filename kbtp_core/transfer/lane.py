@@ -71,7 +71,6 @@ class Pull:
     asked: NDArray[np.intp] = field(init=False)  # what `batch` asked for
     started_at: float = field(default_factory=time.monotonic)
     attempts: int = 0
-    repeated_count: int = 0
     error: str = ""
     region: Region | None = None
     batch: LoadBatch | None = None
@@ -93,13 +92,23 @@ class Pull:
 
 
 class Lane:
-    """See the module. `report(pull, seconds)` is called once for each pull, from the lane's thread, when its memory is fenced."""
+    """See the module. From the lane's thread, `report(pull, seconds)` is called once for each pull, when its memory is fenced, and
+    `count_repeated(n)` when n LOADs are to be sent again."""
 
-    def __init__(self, fabric: Fabric, host: str, port: int, settings: LaneSettings, report: Callable[[Pull, float], None]) -> None:
+    def __init__(
+        self,
+        fabric: Fabric,
+        host: str,
+        port: int,
+        settings: LaneSettings,
+        report: Callable[[Pull, float], None],
+        count_repeated: Callable[[int], None],
+    ) -> None:
         self._fabric = fabric
         self._host, self._port = host, port
         self._settings = settings
         self._report = report
+        self._count_repeated = count_repeated
         self._session: InitiatorSession | None = None
         self._pulls: list[Pull] = []
         self._idle_since = time.monotonic()
@@ -238,7 +247,7 @@ class Lane:
         if is_early.any():
             pull.ask_at = now + pull.pause_s
             pull.pause_s = min(2 * pull.pause_s, _LAST_PAUSE_S)
-            pull.repeated_count += int(np.count_nonzero(is_early))
+            self._count_repeated(int(np.count_nonzero(is_early)))
 
     def _is_whole(self, batch: LoadBatch) -> NDArray[np.bool_]:
         """Which blocks were answered OK and filled their place."""
@@ -332,7 +341,7 @@ class Lane:
             self._fence(pull)
             pull.ask_at = 0.0
             pull.attempts += 1
-            pull.repeated_count += pull.missing.size
+            self._count_repeated(pull.missing.size)
             if pull.attempts >= _ATTEMPTS:
                 self._finish(pull, f"prefill worker {self._host}:{self._port} lost {pull.attempts} sessions: {reason}")
 

@@ -151,10 +151,14 @@ class PullSink:
             self._lanes = {address: one for address, one in self._lanes.items() if not one.is_over}
         if len(self._lanes) >= LANE_LIMIT:
             raise ValueError(f"this sink talks to {LANE_LIMIT} prefill workers already; {host}:{port} would be one more")
-        lane = Lane(self._fabric, host, port, self._settings, self._report)
+        lane = Lane(self._fabric, host, port, self._settings, self._report, self._count_repeated)
         self._lanes[host, port] = lane
         lane.start()
         return lane
+
+    def _count_repeated(self, count: int) -> None:
+        with self._lock:
+            self._stats["loads_repeated"] += count
 
     def _report(self, pull: Pull, seconds: float) -> None:
         """Called by a lane, once for each pull, after its memory is fenced."""
@@ -169,7 +173,6 @@ class PullSink:
             self._stats["pulls_failed"] += not result.ok
             self._stats["blocks_loaded"] += count
             self._stats["bytes_loaded"] += result.bytes
-            self._stats["loads_repeated"] += pull.repeated_count
 
 
 def _softrnic() -> Fabric:
