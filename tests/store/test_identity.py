@@ -101,7 +101,7 @@ def test_layout_values_of_different_types_do_not_run_together() -> None:
 def test_an_object_key_has_every_coordinate() -> None:
     key = ObjectKey("kv", "ab12", tp=Ranks(8, REPLICATED), group=2, scatter=(4, 1))
     assert key.encode() == b"dfkv/pool/v2|pool=kv|hash=ab12|dp=1:0|tp=8:-1|pcp=1:0|dcp=1:0|pp=1:0|group=2|component=kv|sg=4:1"
-    with pytest.raises(ValueError, match="can.t be part of an object key"):
+    with pytest.raises(ValueError, match="be part of an object key"):
         ObjectKey("a|b", "ab12").encode()
 
 
