@@ -9,6 +9,7 @@ from kbtp_core.protocol.constants import NO_STATUS, Capability, EntryFlag, Flag,
 from kbtp_core.protocol.effects import Close, Effect, Read, Send, Write
 from kbtp_core.protocol.hello import Hello, HelloAck
 from kbtp_core.protocol.initiator import Batch, HelloParameters, Initiator, InitiatorState
+from kbtp_core.protocol.partition import DirectPolicy
 from kbtp_core.protocol.pool import BlockPool, BlockState, LentPool
 from kbtp_core.protocol.ring import FreeRing
 from kbtp_core.protocol.table import ENTRY, BlockTable, Entry
@@ -25,6 +26,7 @@ __all__ = [
     "BlockTable",
     "Capability",
     "Close",
+    "DirectPolicy",
     "Effect",
     "Entry",
     "EntryFlag",

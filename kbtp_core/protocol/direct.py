@@ -119,7 +119,9 @@ class DirectLoad(DirectBatch):
         # The second look is compared whole: an entry that was torn, or bound anew, differs somewhere.
         active = self._active
         is_same = self._first[active] == self._second[active]
-        good = active[is_same]
+        is_inside = self._is_inside(self._first[active])
+        self.status[active[is_same & ~is_inside]] = Status.DATA_CORRUPT
+        good = active[is_same & is_inside]
         self.status[good] = Status.OK
         self.data_length[good] = self._first["data_length"][good]
         self.block_offset[good] = self._first["block_offset"][good]
@@ -137,39 +139,49 @@ class DirectLoad(DirectBatch):
             DirectKind.READ, active, stag=self._ack.direct.table_stag, length=ENTRY_BYTES, offset=offsets, local_offset=local
         )
 
+    def _is_inside(self, entries: NDArray[Any]) -> NDArray[np.bool_]:
+        """Which entries name octets of the pool; one that doesn't was torn, or is nonsense if it stays so."""
+        ack = self._ack
+        length, at = entries["data_length"].astype(np.uint64), _shifted(ack.direct.pool_offset, entries["block_offset"].astype(np.uint64))
+        end = np.uint64(ack.block_count * ack.block_bytes)
+        is_inside: NDArray[np.bool_] = (length > 0) & (length <= ack.block_bytes) & (at <= end) & (at + length <= end)
+        return is_inside
+
     def _read_blocks(self) -> NDArray[Any]:
-        """Judge the first look at the entries still in question; reads of the blocks that pass."""
+        """Judge the first look at the entries still in question; reads of the blocks that pass, or else the second look at once."""
         active, ack = self._active, self._ack
         entries = self._first[active]
         flags, length = entries["flags"].astype(np.uint16), entries["data_length"].astype(np.uint32)
         generation = entries["generation"].astype(np.uint16)
         wanted = self._generations[active]
-        pool_bytes = ack.block_count * ack.block_bytes
-        at = _shifted(ack.direct.pool_offset, entries["block_offset"].astype(np.uint64))
-        is_inside = (length > 0) & (length <= ack.block_bytes) & (at <= np.uint64(pool_bytes)) & (at + length <= np.uint64(pool_bytes))
+        is_inside = self._is_inside(entries)
         status = np.select(
             [
                 flags & np.uint16(EntryFlag.VALID) == 0,
                 (wanted != 0) & (wanted != generation),
                 flags & np.uint16(EntryFlag.SEALED) == 0,
-                length > self._lengths[active],
-                ~is_inside,
+                is_inside & (length > self._lengths[active]),
             ],
-            [Status.NOT_BOUND, Status.STALE_GENERATION, Status.NOT_SEALED, Status.LENGTH, Status.DATA_CORRUPT],
+            [Status.NOT_BOUND, Status.STALE_GENERATION, Status.NOT_SEALED, Status.LENGTH],
             Status.OK,
         )
         self.generation[active] = generation
-        bad = status != Status.OK
-        self.status[active[bad]] = status[bad]
-        self._active = active[~bad]
+        is_good = status == Status.OK
+        self.status[active[~is_good]] = status[~is_good]
+        self._active = active[is_good]
+        is_read = is_good & is_inside
+        if not np.count_nonzero(is_read):
+            self._phase = 2
+            return self._read_entries(ENTRY_BYTES * self.count)
+        at = _shifted(ack.direct.pool_offset, entries["block_offset"].astype(np.uint64))
         return _operations(
             DirectKind.READ,
-            self._active,
+            active[is_read],
             in_data=True,
             stag=ack.direct.pool_stag,
-            length=length[~bad],
-            offset=at[~bad],
-            local_offset=self._offsets[self._active],
+            length=length[is_read],
+            offset=at[is_read],
+            local_offset=self._offsets[active[is_read]],
         )
 
 

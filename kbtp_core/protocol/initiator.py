@@ -144,7 +144,7 @@ class Batch:
         descriptors["stag"], descriptors["offset"] = stag, offsets
         octets = descriptors.view(np.uint8).reshape(self.count, DESCRIPTOR_BYTES)
         self.messages = np.concatenate([self.messages[:, :at], octets, self.messages[:, at:]], axis=1)
-        self.messages[:, 3] |= Flag.RECORD
+        self.messages[:, 3] |= np.uint8(Flag.RECORD)
         if self.message_lengths is not None:
             self.message_lengths = self.message_lengths + np.uint32(DESCRIPTOR_BYTES)
 

@@ -49,7 +49,9 @@ SPARE_RECEIVES: Final = 8
 _SPARE_SENDS: Final = 2  # GOODBYE passes outstanding requests
 _GREETING_ID: Final = 1 << 32  # wr_id of the first receive for a HELLO_ACK
 _DIRECT_MODES: Final = int(Capability.DIRECT_LOAD | Capability.DIRECT_ALLOC)
-_RECEIVED_WORD: Final = int(np.array([(Op.RECEIVE, CompletionStatus.OK, 0)], [("op", "u1"), ("status", "u1"), ("flags", "u2")]).view(np.uint32)[0])
+_RECEIVED_WORD: Final = int(
+    np.array([(Op.RECEIVE, CompletionStatus.OK, 0)], [("op", "u1"), ("status", "u1"), ("flags", "u2")]).view(np.uint32)[0]
+)
 _GREETINGS: Final = 2  # a HELLO_ACK, and a GOODBYE that may follow at once
 
 

@@ -8,18 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kbtp_core.protocol.effects import Close, Effect, Read, Send, SendMany, Write
+from kbtp_core.protocol.constants import Capability, Flag
+from kbtp_core.protocol.direct import DirectAllocator, DirectBatch, DirectKind, DirectLoad, DirectStore
+from kbtp_core.protocol.effects import Close, Effect, Read, Record, RevokePartition, Send, SendMany, Write
+from kbtp_core.protocol.hello import DirectAccess
 from kbtp_core.protocol.initiator import Batch, HelloParameters, Initiator
+from kbtp_core.protocol.partition import DirectPolicy
 from kbtp_core.protocol.pool import BlockPool, LentPool
+from kbtp_core.protocol.ring import fetch_add
 from kbtp_core.protocol.table import BlockTable
 from kbtp_core.protocol.target import Target, TargetLimits
+from kbtp_core.protocol.target_grant import Exposure
 from kbtp_core.protocol.target_session import TargetSession
 
 STAG = 0x51A6
+TABLE, POOL, PARTITION, SLOTS, HEAD = 0x7A, 0x70, 0x9A, 0x51, 0x4E  # STags of what direct modes reach
 
 
 def draw(count: int) -> bytes:
@@ -39,7 +47,12 @@ class Link:
     closed_because: str | None = None
     invalidated: list[int] = field(default_factory=list)
     statuses: list[int] = field(default_factory=list)
+    immediates: list[int] = field(default_factory=list)
     is_connected: bool = True
+    is_revoked: bool = False
+    allocator: DirectAllocator | None = None
+    exposure: Exposure = field(init=False)
+    machine: DirectBatch = field(init=False)
 
     def greet(self) -> Link:
         self.deliver(self.initiator.hello())
@@ -47,7 +60,7 @@ class Link:
 
     def deliver(self, message: bytes) -> None:
         """One message to the target, with everything that follows from it."""
-        self.apply(self.session.receive(message, 0.0))
+        self.apply(self.session.receive(message, self.world.now))
 
     def apply(self, effects: list[Effect]) -> None:
         for effect in effects:
@@ -61,6 +74,13 @@ class Link:
                     self.held.append(effect)
                     if not self.world.hold_operations:
                         self.finish_operations()
+                case Record():
+                    self.memory[effect.offset : effect.offset + 24] = np.frombuffer(effect.data, np.uint8)
+                    self.immediates.append(effect.immediate)
+                    self.initiator.receive_records(np.frombuffer(effect.data, np.uint8).reshape(1, 24))
+                case RevokePartition():
+                    self.is_revoked = True
+                    self.apply(self.session.partition_revoked(self.world.now))
                 case Close():
                     self.closed_because = effect.reason
 
@@ -72,11 +92,11 @@ class Link:
             there = slice(operation.block_offset, operation.block_offset + operation.length)
             if isinstance(operation, Write):
                 self.memory[here] = self.world.pool_memory[there]
-                self.apply(self.session.write_done(operation.token, ok, 0.0))
+                self.apply(self.session.write_done(operation.token, ok, self.world.now))
             else:
                 if ok:
                     self.world.pool_memory[there] = self.memory[here]
-                self.apply(self.session.read_done(operation.token, ok, 0.0))
+                self.apply(self.session.read_done(operation.token, ok, self.world.now))
 
     def run(self, *batches: Batch) -> Link:
         """Send whatever credit allows until nothing is left to send."""
@@ -93,8 +113,98 @@ class Link:
         """The connection ends; its operations are fenced."""
         self.is_connected = False
         self.held.clear()
-        self.session.disconnected(0.0)
+        self.session.disconnected(self.world.now)
         self.initiator.disconnected("the test says so")
+
+    # Direct modes ----------------------------------------------------------------------------------------------------
+
+    def carry_out(self, operations: NDArray[Any]) -> NDArray[np.uint64]:
+        """What an RNIC does for one-sided operations; an invalid STag is an assertion. Atomics return their values."""
+        values = []
+        for operation in operations:
+            values.append(self._one_sided(**{name: int(operation[name]) for name in operations.dtype.names or ()}))
+        return np.array(values, np.uint64)
+
+    def direct(self, machine: DirectBatch) -> DirectBatch:
+        """Run a machine to its end, but for the BIND."""
+        self.machine = machine
+        operations = machine.start(self.world.now)
+        while len(operations):
+            operations = machine.advance(self.carry_out(operations), self.world.now)
+        return machine
+
+    def load_direct(self, handles: list[int], generations: list[int], at: int = 0, length: int = 64) -> DirectLoad:
+        assert self.initiator.ack is not None
+        count = len(handles)
+        places = np.arange(count, dtype=np.uint64) * np.uint64(length) + np.uint64(at)
+        machine = DirectLoad(
+            self.initiator.ack, np.array(handles, np.uint64), np.array(generations, np.uint16), places, np.full(count, length, np.uint32)
+        )
+        self.direct(machine)
+        return machine
+
+    def take_direct(self, data: list[bytes], at: int = 1024) -> DirectStore:
+        """Take tickets and write blocks, without BIND."""
+        for i, octets in enumerate(data):
+            self.memory[at + 64 * i : at + 64 * i + len(octets)] = np.frombuffer(octets, np.uint8)
+        assert self.initiator.ack is not None
+        self.allocator = self.allocator or DirectAllocator(self.initiator.ack)
+        offsets = np.arange(len(data), dtype=np.uint64) * np.uint64(64) + np.uint64(at)
+        machine = DirectStore(self.allocator, self.initiator.bound_count, offsets, np.array([len(octets) for octets in data], np.uint32))
+        self.direct(machine)
+        return machine
+
+    def bind_taken(self, machine: DirectStore, handles: list[int], flags: int = Flag.SEAL) -> Batch:
+        at = machine.bindable
+        bound = self.initiator.bind(np.array(handles)[at], 0, machine.tickets[at], machine._lengths[at], machine.block_offset[at], flags)
+        self.run(bound)
+        machine.settle(bound.status, bound.generation)
+        return bound
+
+    def fetch_add_head(self) -> int:
+        """One ticket, as the initiator's RNIC takes it."""
+        assert self.initiator.ack is not None
+        self.allocator = self.allocator or DirectAllocator(self.initiator.ack)
+        return self._one_sided(DirectKind.FETCH_ADD, False, 0, HEAD, 0, 0, 0)
+
+    def expose(self, exposure: Exposure) -> DirectAccess:
+        self.exposure = exposure
+        readable, partition = exposure.is_readable, exposure.partition is not None
+        return DirectAccess(
+            table_stag=TABLE if readable else 0,
+            pool_stag=POOL if readable or partition else 0,
+            partition_stag=PARTITION if partition else 0,
+            ring_stag=SLOTS if partition else 0,
+            head_stag=HEAD if partition else 0,
+        )
+
+    def _one_sided(self, kind: int, in_data: bool, index: int, stag: int, length: int, offset: int, local_offset: int) -> int:
+        partition = self.exposure.partition
+        local = self.memory if in_data else self.machine.scratch if hasattr(self, "machine") else self.memory
+        assert not (self.is_revoked and stag in (PARTITION, HEAD)), "an invalid STag ends the connection"
+        if kind == DirectKind.FETCH_ADD:
+            assert partition is not None
+            assert self.allocator is not None
+            assert stag == HEAD
+            old = int(partition.ring.counters[0])
+            partition.ring.counters[0] = fetch_add(old, self.allocator.add, self.allocator.add_mask)
+            return old
+        if kind == DirectKind.WRITE:
+            assert partition is not None
+            assert stag == PARTITION
+            assert offset // self.world.target.pool.block_bytes * self.world.target.pool.block_bytes in partition.block_offsets
+            self.world.pool_memory[offset : offset + length] = local[local_offset : local_offset + length]
+            return 0
+        memory = {
+            TABLE: self.world.target.table.entries,
+            POOL: self.world.pool_memory,
+            SLOTS: None if partition is None else partition.ring.slots,
+        }[stag]
+        assert memory is not None
+        octets = memory.view(np.uint8).reshape(-1)
+        assert offset + length <= octets.size
+        local[local_offset : local_offset + length] = octets[offset : offset + length]
+        return 0
 
     def _to_initiator(self, effect: Send) -> None:
         if effect.invalidate_stag is not None:
@@ -111,6 +221,7 @@ class World:
     links: list[Link] = field(default_factory=list)
     hold_operations: bool = False
     native_readers: dict[int, int] = field(default_factory=dict)
+    now: float = 0.0
 
     def link(
         self,
@@ -123,6 +234,8 @@ class World:
         secret: bytes | None = None,
         block_bytes: int = 0,
         memory_bytes: int = 4096,
+        capabilities: Capability = Capability.NONE,
+        offers: Capability = Capability.NONE,
     ) -> Link:
         wishes = HelloParameters(
             quota=quota,
@@ -132,15 +245,18 @@ class World:
             trust_domain=trust_domain,
             block_bytes=block_bytes,
             client_name="test",
+            capabilities=int(capabilities),
         )
         initiator = Initiator(wishes, peer="10.0.0.1:7400", incarnation=7, secret=secret, draw=draw)
-        session = self.target.open_session("10.0.0.2:1")
+        exposed: list[Link] = []
+        session = self.target.open_session("10.0.0.2:1", offers=offers, expose=lambda exposure: exposed[0].expose(exposure))
         link = Link(self, initiator, session, np.zeros(memory_bytes, np.uint8))
+        exposed.append(link)
         self.links.append(link)
         return link
 
     def tick(self) -> None:
-        for session in self.target.tick(0.0):
+        for session in self.target.tick(self.now):
             link = next(link for link in self.links if link.session is session)
             link.apply(session.take_effects())
 
@@ -159,10 +275,12 @@ def ring_world(
     limits: TargetLimits | None = None,
     secrets: dict[str, bytes] | None = None,
     trust_domains: frozenset[str] | None = None,
+    direct: DirectPolicy | None = None,
+    crc32c: Callable[[bytes], int] | None = None,
 ) -> World:
     """A target whose pool belongs to its ring."""
     memory = np.zeros(blocks * block_bytes, np.uint8)
-    return _world(BlockPool(block_bytes, memory), memory, handles, limits, secrets, trust_domains, 0)
+    return _world(BlockPool(block_bytes, memory), memory, handles, limits, secrets, trust_domains, 0, direct, crc32c)
 
 
 def lent_world(*, blocks: int = 4, block_bytes: int = 64, handles: int = 16, reserved: int = 1) -> World:
@@ -179,6 +297,8 @@ def _world(
     secrets: dict[str, bytes] | None,
     trust_domains: frozenset[str] | None,
     reserved: int,
+    direct: DirectPolicy | None = None,
+    crc32c: Callable[[bytes], int] | None = None,
 ) -> World:
     target = Target(
         pool,
@@ -189,6 +309,8 @@ def _world(
         secrets=secrets,
         trust_domains=trust_domains,
         reserved_handles=reserved,
+        direct=direct,
+        crc32c=crc32c,
         draw=draw,
     )
     world = World(target, memory)

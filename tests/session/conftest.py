@@ -41,10 +41,8 @@ class World:
 
     def ring(self, *, blocks: int = 16, handles: int = 64, limits: TargetLimits = TargetLimits(), **server: Any) -> TargetServer:
         self.memory = np.zeros(blocks * BLOCK, np.uint8)
-        secrets = server.pop("secrets", None)
-        target = Target(
-            BlockPool(BLOCK, self.memory), BlockTable(handles, 1000), name="ring", incarnation=77, limits=limits, secrets=secrets
-        )
+        options = {name: server.pop(name) for name in ("secrets", "direct", "crc32c", "trust_domains") if name in server}
+        target = Target(BlockPool(BLOCK, self.memory), BlockTable(handles, 1000), name="ring", incarnation=77, limits=limits, **options)
         return self._serve(target, **server)
 
     def lent(self, *, blocks: int = 16, handles: int = 64, limits: TargetLimits = TargetLimits(), **server: Any) -> TargetServer:

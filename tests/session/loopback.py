@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
+import sys
 import threading
 from collections import deque
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ from kbtp_core.fabric.api import (
     WrFlag,
     terminate_code,
 )
+from kbtp_core.protocol.ring import fetch_add
 
 
 class LoopbackRegion:
@@ -171,15 +173,27 @@ class LoopbackQp:
                 raise QueueFull(f"send_depth is {self.limits.send_depth}")
             for request in requests.tolist():
                 if self.is_up:
-                    self._execute(*request[:9])
+                    self._execute(*request[:11])
 
     def _execute(
-        self, wr_id: int, op: int, flags: int, reserved: int, length: int, local_stag: int, stag: int, local_offset: int, offset: int
+        self,
+        wr_id: int,
+        op: int,
+        flags: int,
+        reserved: int,
+        length: int,
+        local_stag: int,
+        stag: int,
+        local_offset: int,
+        offset: int,
+        operand: int,
+        mask: int,
     ) -> None:
         other = self.other
         assert other is not None
+        value = 0
         local = self.fabric.region(local_stag, self.domain, local_offset, length, Access.LOCAL_WRITE if op == Op.READ else Access.NONE)
-        if local is None and length:
+        if local is None and length and op != Op.FETCH_ADD:
             self.cq.push((wr_id, self.number, op, CompletionStatus.LOCAL_PROTECTION, 0, 0, 0, 0))
             self.terminate(0)
             return
@@ -194,12 +208,19 @@ class LoopbackQp:
                     remote.write(offset, local.read(local_offset, length))
                 else:
                     local.write(local_offset, remote.read(offset, length))
+            case Op.FETCH_ADD:
+                remote = self.fabric.region(stag, other.domain, offset, 8, Access.REMOTE_ATOMIC)
+                if remote is None:
+                    other.terminate(terminate_code(0, 1, 0))
+                    return
+                value = int.from_bytes(remote.read(offset, 8), sys.byteorder)
+                remote.write(offset, fetch_add(value, operand, mask).to_bytes(8, sys.byteorder))
             case Op.SEND | Op.SEND_INVALIDATE:
                 data = b"" if local is None else local.read(local_offset, length)
                 if not other.deliver(data, stag if op == Op.SEND_INVALIDATE else None):
                     return
         if flags & WrFlag.SIGNALED:
-            self.cq.push((wr_id, self.number, op, CompletionStatus.OK, 0, length, 0, 0))
+            self.cq.push((wr_id, self.number, op, CompletionStatus.OK, 0, length, 0, value))
 
     def deliver(self, data: bytes, invalidate: int | None) -> bool:
         """Take a Send of the peer; False if it ended the connection."""
