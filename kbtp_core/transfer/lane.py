@@ -1,7 +1,8 @@
 """One lane of a pull sink: a thread with one session to one prefill worker, and the pulls that go over it.
 
 The rules of `sink` are kept here. A lane never waits for one pull alone: it waits until its session, a new pull, a cancel or the next
-timer has news, and moves every pull that can move. A lane that has been idle for a while says goodbye and ends.
+timer has news, and moves every pull that can move. What has to wait, connecting and saying goodbye, is done by a thread of its own, so
+that no pull ends late because another one's peer is slow. A lane that has been idle for a while ends.
 """
 
 from __future__ import annotations
@@ -113,9 +114,11 @@ class Lane:
         self._pulls: list[Pull] = []
         self._idle_since = time.monotonic()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._lock = threading.Lock()  # guards the four below
+        self._connector: threading.Thread | None = None  # while a session is being made
+        self._lock = threading.Lock()  # guards the five below
         self._new: deque[Pull] = deque()
         self._cancelled: set[str] = set()
+        self._connected: InitiatorSession | Exception | None = None  # what the connector brought
         self._is_stopping = False
         self._is_over = False
         self._thread = threading.Thread(target=self._run, name=f"kbtp-pull-{host}:{port}", daemon=True)
@@ -172,10 +175,14 @@ class Lane:
             while self._new:
                 self._pulls.append(self._new.popleft())
             cancelled, self._cancelled = self._cancelled, set()
+            connected, self._connected = self._connected, None
             if not self._pulls and time.monotonic() - self._idle_since > _IDLE_S:
                 self._is_over = True
-            if self._is_stopping or self._is_over:
-                return False
+            is_ending = self._is_stopping or self._is_over
+        if connected is not None:
+            self._take_session(connected)
+        if is_ending:
+            return False
         for pull in [pull for pull in self._pulls if pull.request_id in cancelled]:
             self._finish(pull, "it was cancelled")
         return True
@@ -202,22 +209,20 @@ class Lane:
             self._take_answers(pull, now)
             if pull not in self._pulls:
                 return
-        if not pull.wanted.any():
-            self._ready_session(pull)  # to free the handles
-        if not pull.missing.size:
+        if not pull.missing.size and (pull.wanted.any() or self._has_session(pull)):  # without a session nothing can be freed
             self._finish(pull, "")
         elif now >= pull.deadline:
             left = pull.missing.size
             self._finish(
                 pull, f"{left} of {np.count_nonzero(pull.wanted)} blocks did not arrive from {self._peer} within {pull.timeout_s:g} s"
             )
-        elif pull.ask_at is not None and now >= pull.ask_at:
+        elif pull.ask_at is not None and now >= pull.ask_at and self._has_session(pull):
             self._ask(pull)
 
     def _ask(self, pull: Pull) -> None:
         """LOAD what is missing into its places."""
-        session = self._ready_session(pull)
-        memory = self._settings.memory
+        session, memory = self._session, self._settings.memory
+        assert session is not None
         if pull.region is None:
             pull.region = session.register_pages(pull.pages, memory.page_bytes, memory.owner, _SINK_ACCESS)
         pull.asked = pull.missing
@@ -292,14 +297,38 @@ class Lane:
         name = f" ({self._session.target.target_name})" if self._session is not None and self._session.target.target_name else ""
         return f"prefill worker {self._host}:{self._port}{name}"
 
-    def _ready_session(self, pull: Pull) -> InitiatorSession:
-        """The session, made and checked if there is none; raises KbtpError saying why there can't be one."""
+    def _has_session(self, pull: Pull) -> bool:
+        """Whether there is a session that this pull can use; otherwise one is being made. Raises KbtpError if prefill was restarted."""
         if self._session is None:
-            self._session = self._connect(min(_CONNECT_S, max(pull.deadline - time.monotonic(), 0.01)))
+            if self._connector is None:
+                self._connector = threading.Thread(target=self._run_connector, name=f"kbtp-connect-{self._host}:{self._port}", daemon=True)
+                self._connector.start()
+            return False
         found = self._session.target.incarnation
         if found != pull.incarnation:
             raise KbtpError(f"{self._peer} was restarted since it offered the blocks (incarnation {found:#x}, not {pull.incarnation:#x})")
-        return self._session
+        return True
+
+    def _run_connector(self) -> None:
+        """The connector's thread."""
+        try:
+            connected: InitiatorSession | Exception = self._connect(_CONNECT_S)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the pulls that wait for it fail by its name
+            connected = error
+        with self._lock:
+            self._connected = connected
+            if not self._is_over:
+                os.eventfd_write(self._wake_fd, 1)
+
+    def _take_session(self, connected: InitiatorSession | Exception) -> None:
+        assert self._connector is not None
+        self._connector.join()
+        self._connector = None
+        if isinstance(connected, InitiatorSession):
+            self._session = connected
+            return
+        for pull in list(self._pulls):
+            self._finish(pull, str(connected))
 
     def _connect(self, timeout_s: float) -> InitiatorSession:
         settings = self._settings
@@ -334,7 +363,7 @@ class Lane:
         session, self._session = self._session, None
         reason = session.error if session is not None else None
         if session is not None:
-            session.close(0.5)
+            threading.Thread(target=session.close, args=(0.5,), name="kbtp-close", daemon=True).start()
         for pull in list(self._pulls):
             if pull.batch is not None:
                 pull.loaded[pull.asked[self._is_whole(pull.batch)]] = True
@@ -350,7 +379,9 @@ class Lane:
     def _wait(self) -> None:
         """Until the session, another thread or a timer has something to do."""
         now = time.monotonic()
-        timers = [min(pull.deadline, pull.ask_at if pull.ask_at is not None else pull.deadline) for pull in self._pulls]
+        timers = [pull.deadline for pull in self._pulls]
+        if self._connector is None:
+            timers += [pull.ask_at for pull in self._pulls if pull.ask_at is not None]
         until = min(timers, default=now + 1.0)
         poller = select.poll()
         poller.register(self._wake_fd, select.POLLIN)
@@ -365,6 +396,12 @@ class Lane:
             self._is_over = True
             self._pulls.extend(self._new)
             self._new.clear()
+        if self._connector is not None:
+            self._connector.join()  # bounded by _CONNECT_S
+            with self._lock:
+                connected, self._connected = self._connected, None
+            if isinstance(connected, InitiatorSession):
+                connected.close()
         for pull in list(self._pulls):
             self._finish(pull, "the sink was closed")
         if self._session is not None:

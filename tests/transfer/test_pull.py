@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import numpy as np
 import pytest
 
@@ -225,3 +227,30 @@ def test_the_ledger_foretells_what_the_table_says_through_every_use() -> None:
         ledger.give_back(handles)
     with pytest.raises(ValueError, match="not taken"):
         ledger.give_back(np.array([1], np.uint64))
+
+
+def test_pulls_from_a_silent_prefill_end_at_their_own_deadlines() -> None:
+    with world() as w, socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        w.pull("short", w.offer("short", [1]), [1], timeout_s=0.2, port=port)
+        w.pull("long", w.offer("long", [2]), [2], timeout_s=0.6, port=port)
+        results = w.results(2, 2.0)
+        assert [result.request_id for result in results] == ["short", "long"]
+        assert all(not result.ok for result in results)
+        assert 0.2 <= results[0].seconds < 0.3
+        assert 0.6 <= results[1].seconds < 0.7
+
+
+def test_a_pull_that_loses_its_session_is_finished_on_a_new_one() -> None:
+    with world(blocks=64) as w:
+        w.pull("first", w.offer("first", [0]), [0])
+        assert w.result().ok
+        offered = w.ledger.take(63)
+        w.pull("r", offered, list(range(1, 64)))
+        until(lambda: w.sink.stats()["loads_repeated"] > 0, 5.0)
+        for connection in list(w.source._server._core._connections.values()):
+            connection.qp.abort()
+        w.source.offer("r", *offered, np.arange(1, 64))
+        result = w.result()
+        assert (result.ok, result.error, result.blocks) == (True, "", 63)
+        assert all(w.decode.block(i) == w.prefill.block(i) for i in range(64))
