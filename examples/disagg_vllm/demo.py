@@ -30,7 +30,18 @@ START_S = 400.0
 REQUEST_S = 120.0
 COUNTERS_S = 10.0
 BLOCK_TOKENS = 32
-OPTIONS = ("--enforce-eager", "--max-model-len", "4096", "--block-size", str(BLOCK_TOKENS), "--kv-cache-memory-bytes", "64M")
+# float32: in bfloat16 vLLM's own answers depend on what else is in the batch.
+OPTIONS = (
+    "--dtype",
+    "float32",
+    "--enforce-eager",
+    "--max-model-len",
+    "4096",
+    "--block-size",
+    str(BLOCK_TOKENS),
+    "--kv-cache-memory-bytes",
+    "64M",
+)
 METRICS = "vllm:kbtp_"
 STORY = "A block that is named by a handle and a generation can be moved by one message and one-sided copies. "
 

@@ -14,8 +14,8 @@ import pytest
 from tests.engines.vllm.harness import Engine, Prompt
 
 MAKE_MODEL = Path(__file__).parents[3] / "examples" / "disagg_vllm" / "make_tiny_model.py"
-LEASE_S = 6.0
-LOAD_TIMEOUT_S = 8.0
+LEASE_S = 10.0
+LOAD_TIMEOUT_S = 10.0
 SHARED = {"secret": "of these tests", "trust_domain": "tests"}
 
 
@@ -45,7 +45,9 @@ def model(logs: Path) -> Path:
 @pytest.fixture(scope="session")
 def pair(model: Path, logs: Path) -> Iterator[Pair]:
     prefill = Engine("prefill", model, logs, role="kv_producer", core=0, extra=SHARED | {"lease_s": LEASE_S, "table_factor": 1})
-    decode = Engine("decode", model, logs, role="kv_consumer", core=1, extra=SHARED | {"load_timeout_s": LOAD_TIMEOUT_S})
+    decode = Engine(
+        "decode", model, logs, role="kv_consumer", core=1, extra=SHARED | {"load_timeout_s": LOAD_TIMEOUT_S}, kv_cache_memory_bytes=8 << 20
+    )
     try:
         yield Pair(prefill.ready(), decode.ready())
     finally:

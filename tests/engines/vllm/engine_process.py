@@ -28,6 +28,8 @@ class Totals(StatLoggerBase):
     def record(self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0) -> None:
         for name, value in ((scheduler_stats and scheduler_stats.kv_connector_stats) or {}).items():
             TOTALS[name] = TOTALS.get(name, 0) + value
+        if iteration_stats is not None:
+            TOTALS["preempted"] = TOTALS.get("preempted", 0) + iteration_stats.num_preempted_reqs
 
     def log_engine_initialized(self) -> None:
         pass

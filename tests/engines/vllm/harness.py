@@ -53,7 +53,8 @@ class Engine:
             "enforce_eager": True,
             "max_model_len": 2048,
             "block_size": BLOCK_TOKENS,
-            "kv_cache_memory_bytes": 8 << 20,
+            "dtype": "float32",  # in bfloat16 vLLM's own answers depend on what else is in the batch
+            "kv_cache_memory_bytes": 16 << 20,
             "disable_log_stats": False,
             "kv_transfer_config": {
                 "kv_connector": "KBTPConnector",

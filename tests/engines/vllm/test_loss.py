@@ -111,7 +111,7 @@ def test_bad_parameters_are_named_and_the_prompt_is_computed(pair: Pair, random_
 def test_a_prefill_engine_of_another_geometry_is_refused_by_naming_the_field(
     pair: Pair, model: Path, logs: Path, random_prompt: random.Random
 ) -> None:
-    other = Engine("float32", model, logs, role="kv_producer", core=0, extra=SHARED, dtype="float32")
+    other = Engine("bfloat16", model, logs, role="kv_producer", core=0, extra=SHARED, dtype="bfloat16")
     try:
         other.ready()
         prompts = [prompt_of(random_prompt, 150) for _ in range(2)]
@@ -120,7 +120,7 @@ def test_a_prefill_engine_of_another_geometry_is_refused_by_naming_the_field(
         answers = [pair.decode.run(f"g{n}", prompt, 16, prefill(other, f"g{n}", prompt)).tokens for n, prompt in enumerate(prompts)]
 
         assert answers == expected
-        mismatch = "has dtype 'float32', this engine 'bfloat16'. Start both with the same --dtype"
+        mismatch = "has dtype 'bfloat16', this engine 'float32'. Start both with the same --dtype"
         assert pair.decode.log().count(mismatch) == 1
     finally:
         other.stop()

@@ -92,17 +92,19 @@ def test_a_prompt_that_decode_has_already_frees_prefill_and_loads_nothing_but_th
     pair.prefill.settle(LEASE_S / 2)
 
 
-def test_an_answer_of_the_decode_engine_can_be_pulled_again_after_preemption_pressure(pair: Pair, random_prompt: random.Random) -> None:
-    prompts = [prompt_of(random_prompt, 1200) for _ in range(6)]  # 6 × 38 blocks and their answers pass the 255 blocks of the decode engine
-    expected = [pair.decode.alone(prompt, 48) for prompt in prompts]
+def test_requests_that_decode_preempts_answer_as_each_does_alone(pair: Pair, random_prompt: random.Random) -> None:
+    prompts = [prompt_of(random_prompt, 790) for _ in range(5)]  # 5 × 25 blocks fit into decode's 127; with 11 tokens more each they do not
+    expected = [pair.decode.alone(prompt, 40) for prompt in prompts]
+    free = pair.decode.settle()
+    before = pair.decode.ask("totals")["preempted"]
 
-    answers = []
     for number, prompt in enumerate(prompts):
-        pair.decode.ask("add", f"d{number}", prompt, 48, prefill(pair.prefill, f"p{number}", prompt))
-    for number in range(len(prompts)):
-        answers.append(pair.decode.wait(f"d{number}", 120.0).tokens)
+        pair.decode.ask("add", f"d{number}", prompt, 40, prefill(pair.prefill, f"p{number}", prompt))
+    answers = [pair.decode.wait(f"d{number}", 120.0).tokens for number in range(len(prompts))]
 
     assert answers == expected
+    assert pair.decode.ask("totals")["preempted"] > before
+    assert pair.decode.settle() == free
 
 
 def test_blocks_that_nobody_pulls_go_back_to_prefill_when_the_lease_ends(pair: Pair, random_prompt: random.Random) -> None:
