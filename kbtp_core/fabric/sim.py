@@ -19,8 +19,9 @@ from kbtp_core.fabric.api import CompletionQueue as CompletionQueueLike
 from kbtp_core.fabric.sim_clock import QUIET, Conditions, Simulation
 from kbtp_core.fabric.sim_executor import SimExecutor
 from kbtp_core.fabric.sim_memory import GARBAGE, SimDomain, SimRegion
-from kbtp_core.fabric.sim_pair import LOST, SimQp
+from kbtp_core.fabric.sim_pair import SimQp
 from kbtp_core.fabric.sim_queues import SimCq, SimListener, SimRequest
+from kbtp_core.fabric.sim_receive import LOST
 
 __all__ = [
     "GARBAGE",

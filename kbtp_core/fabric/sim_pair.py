@@ -31,18 +31,16 @@ from kbtp_core.fabric.api import (
     QueuePairClosed,
     Region,
     WrFlag,
-    terminate_code,
 )
 from kbtp_core.fabric.sim_executor import SimExecutor
 from kbtp_core.fabric.sim_memory import Fault, SimDomain, SimRegion
 from kbtp_core.fabric.sim_message import ATOMICS, FIN, POSTABLE, SOURCED, Message, Row, Work
 from kbtp_core.fabric.sim_queues import Item, SimCq
-from kbtp_core.fabric.sim_receive import Receiver
+from kbtp_core.fabric.sim_receive import LOST, Receiver
 
 if TYPE_CHECKING:
     from kbtp_core.fabric.sim import SimFabric
 
-LOST: Final = terminate_code(2, 0, 1)
 _OK, _FLUSHED = int(CompletionStatus.OK), int(CompletionStatus.FLUSHED)
 _SIGNALED, _FENCE, _SNAPSHOT = int(WrFlag.SIGNALED), int(WrFlag.FENCE), int(WrFlag.SNAPSHOT)
 _LOCAL_WRITE, _REMOTE_WRITE = int(Access.LOCAL_WRITE), int(Access.REMOTE_WRITE)
@@ -317,8 +315,12 @@ class SimQp:
         if queue:
             if not self._must_wait(queue[0]):
                 self.ring()
-        elif self.state is PairState.CLOSING and (self._peer_closed or not self._works):
+        elif self.state is PairState.CLOSING and not self.native and not self._has_unsent():
             self._finish_closing()
+
+    def _has_unsent(self) -> bool:
+        """Whether an octet of something posted, or an answer that is waited for, is still to come."""
+        return any(not work.is_done and (work.op in SOURCED or not self._peer_closed) for work in self._works)
 
     def _finish_closing(self) -> None:
         """All is sent. The side that closes second is done; the first waits for the other's FIN."""
@@ -409,5 +411,5 @@ class SimQp:
             work = works.popleft()
             if work.flags & _SIGNALED or work.status != _OK:
                 self.cq.push((work.wr_id, self.number, work.op, work.status, 0, work.length, 0, work.value))
-        if not works and not self._queue and self.state is PairState.CLOSING:
+        if self.state is PairState.CLOSING:
             self.ring()

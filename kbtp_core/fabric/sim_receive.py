@@ -27,6 +27,7 @@ _INVALIDATES: Final = frozenset(map(int, (Op.SEND_INVALIDATE, Op.SEND_SE_INVALID
 _SOLICITED: Final = frozenset(map(int, (Op.SEND_SE, Op.SEND_SE_INVALIDATE, Op.IMMEDIATE_SE)))
 _WRITE, _READ, _RECEIVE = int(Op.WRITE), int(Op.READ), int(Op.RECEIVE)
 _RESPONSES: Final = frozenset((READ_RESPONSE, ATOMIC_RESPONSE))
+LOST: Final = terminate_code(2, 0, 1)
 _NO_BUFFER, _TOO_LONG = terminate_code(1, 2, 2), terminate_code(1, 2, 5)
 _CANNOT_INVALIDATE, _UNALIGNED, _CATASTROPHE = terminate_code(0, 1, 9), terminate_code(0, 2, 7), terminate_code(0, 0, 0)
 _ALL: Final = (1 << 64) - 1
@@ -41,6 +42,7 @@ class Receiver:
         self.is_deaf = False
         """The connection is lost: what is under way never arrives."""
         self._in_flight: deque[list[Message]] = deque()
+        self._delivered_count = 0  # messages of the oldest burst, up to the last Send that was delivered
         self._held_count = 0  # receives that went up and were not posted again
 
     def post(self, receives: list[tuple[int, int, int, int]]) -> None:
@@ -59,8 +61,11 @@ class Receiver:
                         region.fill_with_garbage(message.to, message.length)
 
     def messages_in_flight(self) -> Iterator[Message]:
+        """What is not delivered; only that may still change memory."""
+        skipped = self._delivered_count
         for burst in self._in_flight:
-            yield from burst
+            yield from burst[skipped:]
+            skipped = 0
 
     def arrive(self) -> None:
         """The oldest burst under way is here."""
@@ -72,12 +77,23 @@ class Receiver:
         pair.first_message()
         if len(burst) > 1 and pair.sim.chance(pair.sim.conditions.reorder):
             self._place_early(burst, sender)
-        for message in burst:
-            if not self._is_read(message, sender) or not self._take(message):
+        for at, message in enumerate(burst, 1):
+            if not self._is_read(message, sender):
+                self._cut()
                 break
-        if self._in_flight:
-            self._in_flight.popleft()
+            if not self._take(message):
+                break
+            if message.kind in SENDS:
+                self._delivered_count = at
+        self._in_flight.popleft()
+        self._delivered_count = 0
         sender.retire()
+
+    def _cut(self) -> None:
+        """The sender died before it had sent this: nothing comes behind it but the end."""
+        self.is_deaf = True
+        sim = self.pair.sim
+        sim.after(sim.between(sim.conditions.end_s), self.pair.end, LOST)
 
     def _is_read(self, message: Message, sender: SimQp) -> bool:
         """Whether the message has left its sender: its source was read, or can be read now."""

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 GRACE_S: Final = 0.1
 """How much later than its deadline a wait may end."""
 
+LONGEST_DEADLINE_S: Final = 0.1
 MARK: Final = 0xE5
 BATCH: Final = 32  # requests in a batch, at most
 SLABS: Final = 6  # batches under way, at most
@@ -231,7 +232,8 @@ class SimInitiator:
 
     def _deadline(self) -> float:
         random = self.sim.random
-        return self.sim.now + (random.random() * 4e-3 if random.random() < self.world.shape.hurry else 0.05 + random.random() * 0.1)
+        in_hurry = random.random() < self.world.shape.hurry
+        return self.sim.now + random.random() * (4e-3 if in_hurry else LONGEST_DEADLINE_S)
 
     def _submit(self, core: InitiatorCore, job_kind: str, batch: object, slab: int, region: Region | None, order: int) -> Job:
         deadline = self._deadline()

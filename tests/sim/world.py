@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kbtp_core.fabric.sim import Conditions, Simulation
-from tests.sim.initiator import SimInitiator
+from tests.sim.initiator import GRACE_S, LONGEST_DEADLINE_S, SimInitiator
 from tests.sim.model import Life
 from tests.sim.target import SimTarget
 
-REQUESTS = 2000
+REQUESTS = 1000
 LONGEST_S = 60.0
 
 
@@ -87,6 +87,7 @@ class World:
 
     def _end_initiators(self) -> None:
         sim = self.sim
+        sim.run(sim.now + LONGEST_DEADLINE_S + 2 * GRACE_S)
         for initiator in self.initiators:
             initiator.leave()
         over = sim.run(sim.now + 5.0, lambda: all(i.core is None for i in self.initiators) and not any(self._connections()))
@@ -124,7 +125,8 @@ class World:
     def _hold_connection(self) -> None:
         core = self.sim.random.choice(self.initiators).core
         if core is not None:
-            core.qp.hold(self.sim.now + self.sim.random.random() * 0.05)  # type: ignore[attr-defined]
+            longest = self.sim.random.choice((0.02, 0.5))
+            core.qp.hold(self.sim.now + self.sim.random.random() * longest)  # type: ignore[attr-defined]
 
     def _crash_initiator(self) -> None:
         at = self.sim.random.randrange(len(self.initiators))
