@@ -1,0 +1,302 @@
+"""A fabric around another one that delays, swallows or kills by seeded rules: for tests, and for users who want to see what happens then.
+
+    fabric = FaultyFabric(SoftRnic(), [Fault(FaultKind.KILL, probability=0.001)], seed=7)
+
+Whatever it does, a peer or a network could do: the rules of `fabric.api` hold for the fabric that comes out.
+1. DELAY: completions of a queue stay unpolled for a while, all of them, in order.
+2. SWALLOW: from here on nothing that is posted on the queue pair is sent, as if the network ate it. The pair looks alive, and ends only
+   when it is closed; then the swallowed requests complete as FLUSHED.
+3. KILL: a part of the posted batch is sent, and the connection breaks.
+
+Chance is drawn from one `random.Random(seed)`: at each post for SWALLOW and KILL, at each poll for DELAY.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kbtp_core.fabric.api import (
+    COMPLETION,
+    Array,
+    CompletionQueue,
+    CompletionStatus,
+    ConnectionRequest,
+    Executor,
+    Fabric,
+    FabricError,
+    Listener,
+    Op,
+    ProtectionDomain,
+    QueueFull,
+    QueueLimits,
+    QueuePair,
+    Region,
+)
+
+
+class FaultKind(Enum):
+    DELAY = "delay"
+    SWALLOW = "swallow"
+    KILL = "kill"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One rule. It strikes with `probability` a time, and not before it was asked `after` times."""
+
+    kind: FaultKind
+    probability: float = 1.0
+    after: int = 0
+    ops: frozenset[Op] | None = None
+    """SWALLOW and KILL: only batches that hold one of these."""
+    delay_s: tuple[float, float] = (0.0, 0.01)
+
+
+class _Chance:
+    """The rules, and how often each was asked."""
+
+    def __init__(self, faults: Sequence[Fault], seed: int, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self._random = random.Random(seed)
+        self._faults = list(faults)
+        self._asked = [0] * len(self._faults)
+        self._lock = threading.Lock()
+
+    def strikes(self, kinds: frozenset[FaultKind], ops: frozenset[int] = frozenset()) -> Fault | None:
+        """The first rule of these kinds that strikes now."""
+        with self._lock:
+            struck = None
+            for at, fault in enumerate(self._faults):
+                if fault.kind not in kinds or fault.ops is not None and not fault.ops & ops:
+                    continue
+                self._asked[at] += 1
+                if struck is None and self._asked[at] > fault.after and self._random.random() < fault.probability:
+                    struck = fault
+            return struck
+
+    def delay(self, fault: Fault) -> float:
+        with self._lock:
+            return self._random.uniform(*fault.delay_s)
+
+    def part_of(self, count: int) -> int:
+        with self._lock:
+            return self._random.randint(0, count)
+
+
+_POSTING = frozenset((FaultKind.SWALLOW, FaultKind.KILL))
+_POLLING = frozenset((FaultKind.DELAY,))
+
+
+class FaultyCq:
+    """See `fabric.api.CompletionQueue`. While it holds completions back they wait in the queue inside, and `fileno` is readable."""
+
+    def __init__(self, inner: CompletionQueue, chance: _Chance) -> None:
+        self.inner = inner
+        self.pairs: dict[int, FaultyQp] = {}
+        self._chance = chance
+        self._held_until = 0.0
+        self._woken = threading.Event()
+
+    def poll(self, limit: int = 1024) -> Array:
+        now = self._chance.clock()
+        if now < self._held_until:
+            return np.empty(0, COMPLETION)
+        fault = self._chance.strikes(_POLLING)
+        if fault is not None:
+            self._held_until = now + self._chance.delay(fault)
+            return np.empty(0, COMPLETION)
+        rows = self.inner.poll(limit)
+        ends = np.flatnonzero(rows["op"] == Op.DISCONNECTED).tolist()
+        return self._with_swallowed(rows, ends) if ends else rows
+
+    def _with_swallowed(self, rows: Array, ends: list[int]) -> Array:
+        """Requests that were swallowed have failed before their pair's last word."""
+        pieces, start = [], 0
+        for end in ends:
+            pair = self.pairs.pop(int(rows["qp"][end]), None)
+            pieces.append(rows[start:end])
+            if pair is not None:
+                pieces.append(pair.take_swallowed())
+            start = end
+        return np.concatenate([*pieces, rows[start:]])
+
+    def wait(self, timeout_s: float) -> bool:
+        clock = self._chance.clock
+        deadline = clock() + timeout_s
+        held = min(self._held_until, deadline) - clock()
+        if held > 0 and self._woken.wait(held) or self._woken.is_set():
+            self._woken.clear()
+            return False
+        left = deadline - clock()
+        return self.inner.wait(left) if left > 0 and clock() >= self._held_until else False
+
+    def wake(self) -> None:
+        if self._chance.clock() < self._held_until:
+            self._woken.set()
+        self.inner.wake()
+
+    def fileno(self) -> int:
+        return self.inner.fileno()
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class FaultyQp:
+    """See `fabric.api.QueuePair`."""
+
+    def __init__(self, inner: QueuePair, cq: FaultyCq, limits: QueueLimits, chance: _Chance) -> None:
+        self.inner = inner
+        self._chance = chance
+        self._send_depth = limits.send_depth
+        self._swallowed: list[Array] | None = None
+        cq.pairs[inner.number] = self
+
+    @property
+    def number(self) -> int:
+        return self.inner.number
+
+    @property
+    def peer(self) -> str:
+        return self.inner.peer
+
+    @property
+    def peer_private_data(self) -> bytes:
+        return self.inner.peer_private_data
+
+    def post_send(self, requests: Array) -> None:
+        if self._swallowed is None:
+            fault = self._chance.strikes(_POSTING, frozenset(requests["op"].tolist()))
+            if fault is None:
+                self.inner.post_send(requests)
+                return
+            if fault.kind is FaultKind.KILL:
+                part = self._chance.part_of(len(requests))
+                self.inner.post_send(requests[:part])
+                self._swallowed = [requests[part:].copy()]
+                self.inner.abort()
+                return
+            self._swallowed = []
+        self.inner.post_send(requests[:0])  # raises if the pair has ended
+        if sum(map(len, self._swallowed)) + len(requests) > self._send_depth:
+            raise QueueFull(f"{len(requests)} more requests pass the send_depth of {self._send_depth}")
+        self._swallowed.append(requests.copy())
+
+    def take_swallowed(self) -> Array:
+        """The completions of what was swallowed."""
+        requests = [] if self._swallowed is None else self._swallowed
+        self._swallowed = None
+        completions = np.zeros(sum(map(len, requests)), COMPLETION)
+        if requests:
+            swallowed = np.concatenate(requests)
+            completions["wr_id"], completions["op"] = swallowed["wr_id"], swallowed["op"]
+            completions["qp"], completions["status"] = self.number, CompletionStatus.FLUSHED
+        return completions
+
+    def connect(self, host: str, port: int, private_data: bytes = b"") -> None:
+        self.inner.connect(host, port, private_data)
+
+    def accept(self, private_data: bytes = b"") -> None:
+        self.inner.accept(private_data)
+
+    def post_receive(self, requests: Array) -> None:
+        self.inner.post_receive(requests)
+
+    def attach_executor(self, executor: Executor, pool: Region) -> None:
+        self.inner.attach_executor(executor, pool)
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        self.inner.close(timeout_s)
+
+    def abort(self) -> None:
+        self.inner.abort()
+
+    def stats(self) -> dict[str, int]:
+        return self.inner.stats()
+
+
+class FaultyRequest:
+    """See `fabric.api.ConnectionRequest`."""
+
+    def __init__(self, inner: ConnectionRequest, fabric: FaultyFabric) -> None:
+        self.inner = inner
+        self._fabric = fabric
+
+    @property
+    def peer(self) -> str:
+        return self.inner.peer
+
+    @property
+    def private_data(self) -> bytes:
+        return self.inner.private_data
+
+    def create_qp(self, pd: ProtectionDomain, cq: CompletionQueue, limits: QueueLimits = QueueLimits()) -> FaultyQp:
+        faulty = self._fabric.own_cq(cq)
+        return FaultyQp(self.inner.create_qp(pd, faulty.inner, limits), faulty, limits, self._fabric.chance)
+
+    def reject(self, private_data: bytes = b"") -> None:
+        self.inner.reject(private_data)
+
+
+class FaultyListener:
+    """See `fabric.api.Listener`."""
+
+    def __init__(self, inner: Listener, fabric: FaultyFabric) -> None:
+        self.inner = inner
+        self._fabric = fabric
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return self.inner.address
+
+    def poll(self) -> list[ConnectionRequest]:
+        return [FaultyRequest(request, self._fabric) for request in self.inner.poll()]
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class FaultyFabric:
+    """`inner`, with faults. `clock` is what delays are measured by; domains, regions and executors are those of `inner`."""
+
+    def __init__(self, inner: Fabric, faults: Sequence[Fault], seed: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.inner = inner
+        self.chance = _Chance(faults, seed, clock)
+
+    @property
+    def name(self) -> str:
+        return f"{self.inner.name} with faults"
+
+    def own_cq(self, cq: CompletionQueue) -> FaultyCq:
+        if not isinstance(cq, FaultyCq):
+            raise FabricError("a queue pair with faults needs a completion queue of the same fabric")
+        return cq
+
+    def alloc_pd(self) -> ProtectionDomain:
+        return self.inner.alloc_pd()
+
+    def create_cq(self) -> FaultyCq:
+        return FaultyCq(self.inner.create_cq(), self.chance)
+
+    def create_qp(self, pd: ProtectionDomain, cq: CompletionQueue, limits: QueueLimits = QueueLimits()) -> FaultyQp:
+        faulty = self.own_cq(cq)
+        return FaultyQp(self.inner.create_qp(pd, faulty.inner, limits), faulty, limits, self.chance)
+
+    def listen(self, host: str, port: int, cq: CompletionQueue, *, startup_timeout_s: float = 5.0, backlog: int = 128) -> FaultyListener:
+        inner = self.inner.listen(host, port, self.own_cq(cq).inner, startup_timeout_s=startup_timeout_s, backlog=backlog)
+        return FaultyListener(inner, self)
+
+    def create_executor(self, table: NDArray[Any], base_handle: int, block_bytes: int) -> Executor | None:
+        return self.inner.create_executor(table, base_handle, block_bytes)
+
+    def close(self) -> None:
+        self.inner.close()
