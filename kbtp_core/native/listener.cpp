@@ -151,7 +151,7 @@ std::vector<std::shared_ptr<PendingConnection>> Listener::poll() {
 }
 
 void Listener::close() {
-    device_->submit([self = shared_from_this()] {
+    const bool running = device_->submit([self = shared_from_this()] {
         if (self->fd_ < 0) return;
         self->device_->unwatch(self->fd_);
         ::close(self->fd_);
@@ -159,6 +159,7 @@ void Listener::close() {
         for (const auto& pending : std::vector(self->starting_)) pending->on_deadline();
         self->device_->keep_until_idle(self);
     });
+    if (!running && fd_ >= 0) ::close(std::exchange(fd_, -1));  // the progress thread is gone
 }
 
 PendingConnection::PendingConnection(std::shared_ptr<Device> device, std::weak_ptr<Listener> listener, int fd, std::string peer)

@@ -69,7 +69,8 @@ QueuePair::Posted QueuePair::post_send(std::span<const WorkRequest> requests) {
     const State s = state_.load();
     if (s == State::idle || s >= State::closing || broken_ || finishing_) return Posted::closed;
     // A peer with IRD 0 answers no Reads and no atomics: they would wait for ever.
-    if (ord_ == 0 && std::any_of(requests.begin(), requests.end(), [](const WorkRequest& r) { return is_request(r.op); })) return Posted::no_requests;
+    if (ord_ == 0 && std::any_of(requests.begin(), requests.end(), [](const WorkRequest& r) { return is_request(r.op); }))
+        return Posted::no_requests;
     if (send_queue_.size() + entries.size() > limits_.send_depth) return Posted::full;
     std::move(entries.begin(), entries.end(), std::back_inserter(send_queue_));
     if (!write_armed_) pump_and_arm(kInlineBudget);

@@ -65,33 +65,26 @@ void QueuePair::connect(const std::string& host, u16 port, std::vector<u8> priva
     if (const int e = ::getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found); e != 0)
         throw std::invalid_argument("cannot resolve " + host + ": " + ::gai_strerror(e));
     const std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)> guard(found, ::freeaddrinfo);
-    const int fd = ::socket(found->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-    if (fd < 0) throw std::runtime_error("cannot make a socket: " + std::string(std::strerror(errno)));
     {
         std::lock_guard lock(info_mutex_);
         peer_ = host + ":" + std::to_string(port);
     }
     startup_private_data_ = std::move(private_data);
-    const int result = ::connect(fd, found->ai_addr, found->ai_addrlen);
-    const int error = result == 0 ? 0 : errno;
-    const bool running = device_->submit([self = shared_from_this(), fd, error] {
-        std::unique_lock lock(self->tx_mutex_);
-        if (self->state_.load() != State::idle) {
-            ::close(fd);
-            return;
-        }
-        self->fd_ = fd;
-        self->state_.store(State::connecting);
-        lock.unlock();
-        if (error != 0 && error != EINPROGRESS) return self->end(0, 0, Status::connect_failed);
-        self->in_epoll_ = true;
-        self->device_->watch(fd, self.get(), EPOLLOUT);
-        self->set_deadline(self->limits_.startup_timeout_s);
-    });
-    if (!running) {
-        ::close(fd);
-        throw std::runtime_error("the device is closed");
+    for (const addrinfo* a = found; a; a = a->ai_next) {
+        Candidate c{.size = a->ai_addrlen};
+        std::memcpy(&c.address, a->ai_addr, a->ai_addrlen);
+        candidates_.push_back(c);
     }
+    const bool running = device_->submit([self = shared_from_this()] {
+        {
+            std::lock_guard lock(self->tx_mutex_);
+            if (self->state_.load() != State::idle) return;
+            self->state_.store(State::connecting);
+        }
+        self->set_deadline(self->limits_.startup_timeout_s);
+        self->try_next_address();
+    });
+    if (!running) throw std::runtime_error("the device is closed");
 }
 
 void QueuePair::accept(std::vector<u8> private_data) {
@@ -225,10 +218,38 @@ void QueuePair::on_deadline() {
     }
 }
 
+// A name may have several addresses, and the peer may listen on one of them only.
+void QueuePair::try_next_address() {
+    while (!candidates_.empty()) {
+        const Candidate next = candidates_.front();
+        candidates_.pop_front();
+        const int fd = ::socket(next.address.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+        if (fd < 0) continue;
+        if (::connect(fd, reinterpret_cast<const sockaddr*>(&next.address), next.size) == 0 || errno == EINPROGRESS) {
+            std::lock_guard lock(tx_mutex_);
+            fd_ = fd;
+            in_epoll_ = true;
+            device_->watch(fd, this, EPOLLOUT);
+            return;
+        }
+        ::close(fd);
+    }
+    end(0, 0, Status::connect_failed);
+}
+
 void QueuePair::on_tcp_connected() {
     int error = 0;
     socklen_t size = sizeof error;
-    if (::getsockopt(fd_, SOL_SOCKET, SO_ERROR, &error, &size) != 0 || error != 0) return end(0, 0, Status::connect_failed);
+    if (::getsockopt(fd_, SOL_SOCKET, SO_ERROR, &error, &size) != 0 || error != 0) {
+        {
+            std::lock_guard lock(tx_mutex_);
+            device_->unwatch(fd_);
+            ::close(fd_);
+            fd_ = -1;
+            in_epoll_ = false;
+        }
+        return try_next_address();
+    }
     device_->configure_socket(fd_, is_local_address(fd_));
     wire::Startup request;
     request.ird = limits_.ird;

@@ -16,6 +16,8 @@
 // 4. After an error of the peer there is one more frame: the Terminate.
 #pragma once
 
+#include <sys/socket.h>
+
 #include <array>
 #include <atomic>
 #include <deque>
@@ -194,6 +196,7 @@ class QueuePair : public Pollable, public std::enable_shared_from_this<QueuePair
     void flush_completions();
 
     // --- start-up (qp_startup.cpp), progress thread ----------------------------------------------------------------------------
+    void try_next_address();
     void on_tcp_connected();
     void read_reply();
     void apply_reply(const wire::Startup& reply);
@@ -256,6 +259,11 @@ class QueuePair : public Pollable, public std::enable_shared_from_this<QueuePair
     const u8* frame_ = nullptr;  // the frame that is being judged, for the Terminate to quote
     u32 frame_ulpdu_ = 0;
     std::vector<Completion> pending_;
+    struct Candidate {
+        sockaddr_storage address{};
+        socklen_t size = 0;
+    };
+    std::deque<Candidate> candidates_;  // addresses not tried yet
     std::vector<u8> startup_private_data_;
     wire::Startup request_;
 };

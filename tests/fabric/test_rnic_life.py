@@ -207,3 +207,18 @@ def test_a_peer_that_asks_for_markers_is_turned_away() -> None:
         peer.send(StartUp(wants_markers=True).encode())
         assert peer.read_to_end() == b""
         assert device.poll_request(0.02) is None
+
+
+def test_a_name_with_several_addresses_is_tried_until_one_answers() -> None:
+    """`localhost` may be ::1 first, where nobody listens."""
+    with node() as left, node() as right:
+        left.create_qp().qp.connect("localhost", right.listen(), b"found")
+        assert right.next_request().private_data == b"found"
+
+
+def test_connecting_from_a_closed_device_is_refused() -> None:
+    with node() as left:
+        end = left.create_qp()
+        left.close()
+        with pytest.raises(FabricError, match="device is closed"):
+            end.qp.connect("127.0.0.1", 1)
