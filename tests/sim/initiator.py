@@ -15,8 +15,9 @@ import numpy as np
 from kbtp_core.errors import KbtpError
 from kbtp_core.fabric.api import Access, Region
 from kbtp_core.fabric.sim import SimFabric
-from kbtp_core.protocol import NO_STATUS, Flag, HelloParameters, Status
+from kbtp_core.protocol import NO_STATUS, Batch, Capability, Flag, HelloParameters, Status
 from kbtp_core.session import BUFFER_ACCESS, InitiatorCore
+from kbtp_core.session.direct import PendingDirect
 from kbtp_core.session.initiator_core import PendingBatch
 from tests.sim.model import SMALLEST, Life, Stored, check_freed
 
@@ -26,10 +27,10 @@ if TYPE_CHECKING:
 GRACE_S: Final = 0.1
 """How much later than its deadline a wait may end."""
 
-LONGEST_DEADLINE_S: Final = 0.1
+LONGEST_DEADLINE_S: Final = 0.06
 MARK: Final = 0xE5
 BATCH: Final = 32  # requests in a batch, at most
-SLABS: Final = 6  # batches under way, at most
+SLABS: Final = 4  # batches under way, at most
 HELLO_S: Final = 0.02
 
 
@@ -56,7 +57,7 @@ class Job:
     """A batch under way, and what its answers mean."""
 
     kind: str
-    pending: PendingBatch
+    pending: PendingBatch | PendingDirect
     handles: list[int]
     slab: int
     region: Region | None
@@ -99,7 +100,9 @@ class SimInitiator:
         self._view = memoryview(self._memory)
         self._free_slabs = list(range(SLABS))
         shape = world.shape
+        modes = Capability.DIRECT_LOAD | Capability.DIRECT_ALLOC | Capability.MASKED_ATOMICS
         parameters = HelloParameters(
+            capabilities=int(modes) & random.choice((0, 7, -1)),
             quota=random.randint(shape.blocks // 4, shape.blocks),
             handle_count=random.randint(4, shape.handles),
             outstanding=random.randint(1, shape.outstanding),
@@ -139,6 +142,8 @@ class SimInitiator:
         if not self.life.is_lent:
             self._owns = [Own(ack.handle_base + i) for i in range(min(ack.handle_count, 48))]
         self.inline_bytes = ack.inline_bytes
+        self.can_load_directly = bool(ack.capabilities & Capability.DIRECT_LOAD)
+        self.can_allocate = bool(ack.capabilities & Capability.DIRECT_ALLOC)
 
     def _check_over(self, core: InitiatorCore) -> None:
         assert not self._jobs, f"{self.name}: {len(self._jobs)} batches are not done, but the session is over"
@@ -192,13 +197,13 @@ class SimInitiator:
         dice = random.random()
         if life.is_lent:
             self._free_lent(core, life) if dice < 0.15 else self._load(core, life)
-        elif dice < 0.28:
+        elif dice < 0.32:
             self._alloc(core, life)
-        elif dice < 0.36:
+        elif dice < 0.42:
             self._store(core, life)
-        elif dice < 0.5:
+        elif dice < 0.53:
             self._free(core)
-        elif dice < 0.52:
+        elif dice < 0.54:
             self._nonsense(core, life)
         elif dice < 0.98:
             self._load(core, life)
@@ -233,11 +238,15 @@ class SimInitiator:
     def _deadline(self) -> float:
         random = self.sim.random
         in_hurry = random.random() < self.world.shape.hurry
-        return self.sim.now + random.random() * (4e-3 if in_hurry else LONGEST_DEADLINE_S)
+        return self.sim.now + (random.random() * 4e-3 if in_hurry else random.uniform(LONGEST_DEADLINE_S / 3, LONGEST_DEADLINE_S))
 
-    def _submit(self, core: InitiatorCore, job_kind: str, batch: object, slab: int, region: Region | None, order: int) -> Job:
+    def _submit(self, core: InitiatorCore, job_kind: str, batch: Batch, slab: int, region: Region | None, order: int) -> Job:
         deadline = self._deadline()
-        pending = core.submit(batch, region, deadline)  # type: ignore[arg-type]
+        return self._follow(job_kind, core.submit(batch, region, deadline), deadline, slab, region, order)
+
+    def _follow(
+        self, job_kind: str, pending: PendingBatch | PendingDirect, deadline: float, slab: int, region: Region | None, order: int
+    ) -> Job:
         job = Job(job_kind, pending, [], slab, region, order)
         self._jobs.append(job)
         self.sim.at(deadline, self._expire, job)
@@ -274,14 +283,21 @@ class SimInitiator:
                 pairs = [(handle, 0) for handle, _ in pairs]
         if not pairs:
             return
-        if len(pairs) == 1 and random.random() < 0.3:
+        is_direct = not flags and self.can_load_directly and random.random() < 0.5
+        if len(pairs) == 1 and not is_direct and random.random() < 0.3:
             flags |= Flag.INVALIDATE
         slab = self._slab()
         region = self._register(core, slab, flags)
         handles, generations = map(list, zip(*pairs, strict=True))
         room = self._stride if random.random() < 0.97 else random.randint(0, self._stride)
-        batch = core.protocol.load(handles, generations, region.stag, np.arange(len(pairs)) * self._stride, room, flags)
-        job = self._submit(core, "load", batch, slab, region, order)
+        offsets = np.arange(len(pairs)) * self._stride
+        if is_direct:
+            deadline = self._deadline()
+            pending = core.load_direct(handles, generations, region, offsets, room, deadline, self.sim.now)
+            job = self._follow("load", pending, deadline, slab, region, order)
+        else:
+            batch = core.protocol.load(handles, generations, region.stag, offsets, room, flags)
+            job = self._submit(core, "load", batch, slab, region, order)
         job.handles, job.generations, job.owns, job.flags = handles, generations, owns, flags
 
     def _alloc(self, core: InitiatorCore, life: Life) -> None:
@@ -299,7 +315,8 @@ class SimInitiator:
     def _write(self, core: InitiatorCore, life: Life, owns: list[Own], flags: int, *, is_alloc: bool) -> None:
         random = self.sim.random
         order = self._next_order()
-        is_inline = self.inline_bytes >= SMALLEST and random.random() < 0.4
+        is_direct = is_alloc and self.can_allocate and random.random() < 0.6
+        is_inline = not is_direct and self.inline_bytes >= SMALLEST and random.random() < 0.4
         longest = min(self._stride, self.inline_bytes) if is_inline else self._stride
         stores = []
         for own in owns:
@@ -310,21 +327,28 @@ class SimInitiator:
             own.state = HandleState.BUSY
         handles = [own.handle for own in owns]
         generations = [0 if is_alloc or random.random() < 0.3 else own.generation for own in owns]
-        protocol, slab, region = core.protocol, self._slab(), None
+        slab, region = self._slab(), None
         if is_inline:
-            inline = protocol.alloc_store_inline if is_alloc else protocol.store_inline
+            inline = core.protocol.alloc_store_inline if is_alloc else core.protocol.store_inline
             batch = inline(handles, generations, [stored.data for stored in stores], flags)
         else:
-            if len(owns) == 1 and random.random() < 0.3:
+            if len(owns) == 1 and not is_direct and random.random() < 0.3:
                 flags |= Flag.INVALIDATE
             region = self._register(core, slab, flags)
             at = slab * self._slab_bytes
             for i, stored in enumerate(stores):
                 self._view[at + i * self._stride : at + i * self._stride + len(stored.data)] = stored.data
-            write = protocol.alloc_store if is_alloc else protocol.store
+            write = core.protocol.alloc_store if is_alloc else core.protocol.store
             offsets, lengths = np.arange(len(owns)) * self._stride, [len(stored.data) for stored in stores]
-            batch = write(handles, generations, region.stag, offsets, lengths, flags)
-        job = self._submit(core, "alloc" if is_alloc else "store", batch, slab, region, order)
+        if is_direct:
+            assert region is not None
+            deadline = self._deadline()
+            pending = core.store_direct(handles, generations, region, offsets, lengths, deadline, self.sim.now, flags)
+            job = self._follow("direct alloc", pending, deadline, slab, region, order)
+        else:
+            if region is not None:
+                batch = write(handles, generations, region.stag, offsets, lengths, flags)
+            job = self._submit(core, "alloc" if is_alloc else "store", batch, slab, region, order)
         job.handles, job.owns, job.stores, job.flags = handles, owns, stores, flags
 
     def _free(self, core: InitiatorCore) -> None:
@@ -387,7 +411,7 @@ class SimInitiator:
         status, generation, length = pending.status.tolist(), pending.generation.tolist(), pending.data_length.tolist()
         assert pending.error is None or isinstance(pending.error, KbtpError)
         assert pending.error is not None or NO_STATUS not in status, "a batch without an error has an unanswered request"
-        assert {Status.MALFORMED, Status.UNSUPPORTED, Status.BUSY}.isdisjoint(status), f"{job.kind} was answered {status}"
+        assert {Status.MALFORMED, Status.BUSY}.isdisjoint(status), f"{job.kind} was answered {status}"
         self.world.answer_count += len(status) - status.count(NO_STATUS)
         if job.kind == "load":
             self._check_loads(job, life, status, generation, length)
@@ -397,7 +421,7 @@ class SimInitiator:
             self._check_frees(job, life, status, generation)
         else:
             for own, stored, code, current in zip(job.owns, job.stores, status, generation, strict=True):
-                self._check_store(life, own, stored, code, current)
+                self._check_store(life, own, stored, code, current, is_direct=job.kind == "direct alloc")
 
     def _check_loads(self, job: Job, life: Life, status: list[int], generation: list[int], length: list[int]) -> None:
         at = job.slab * self._slab_bytes
@@ -419,7 +443,7 @@ class SimInitiator:
             earlier = [s for s in own.chain if s.is_confirmed and s.order < job.order]
             assert not earlier or earlier[-1].order <= stored.order, f"handle {own.handle}: a load returned what was overwritten before it"
 
-    def _check_store(self, life: Life, own: Own, stored: Stored, code: int, generation: int) -> None:
+    def _check_store(self, life: Life, own: Own, stored: Stored, code: int, generation: int, *, is_direct: bool) -> None:
         if code == NO_STATUS:
             own.state = HandleState.UNKNOWN
         elif code == Status.OK:
@@ -438,6 +462,8 @@ class SimInitiator:
         else:
             stored.has_failed = True
             expected = {Status.NO_SPACE, Status.ACCESS} if stored.is_alloc else {Status.ACCESS}
+            if is_direct:
+                expected = {Status.NO_SPACE, Status.UNSUPPORTED, Status.TICKET_ABANDONED}
             assert code in expected, f"handle {own.handle}: a store was answered {code}"
             own.state = HandleState.EMPTY if stored.is_alloc else HandleState.UNKNOWN
 
@@ -446,7 +472,7 @@ class SimInitiator:
             own = job.owns[i] if job.owns else None
             if code == Status.OK:
                 check_freed(job.generations[i], generation[i])
-                if self.sim.random.random() < 0.8:
+                if self.sim.random.random() < 0.95:
                     life.withdraw(job.handles[i], job.generations[i])
             elif own is not None and code != NO_STATUS:
                 assert job.generations[i] == 0, f"handle {own.handle}: a FREE of a bound handle was answered {code}"

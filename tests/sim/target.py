@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from tests.sim.world import World
 
 HANDLE_BASE = 1000
-TICK_S = 5e-4
+SHORTEST_TICK_S = 5e-6
+LONGEST_TICK_S = 0.02
 HELLO_TIMEOUT_S = 0.02
 
 
@@ -45,6 +46,7 @@ class SimTarget:
             incarnation=self.life.incarnation,
             limits=TargetLimits(outstanding=shape.outstanding, inline_bytes=self.block_bytes, handle_count=shape.handles // 4),
             trust_domains=frozenset({""}) if shape.is_one_domain else None,
+            direct=None if is_lent else shape.direct,
             draw=world.draw,
         )
         self.cq = self.device.create_cq()
@@ -77,9 +79,10 @@ class SimTarget:
         for request in self.listener.poll():
             self.core.admit(request, self.sim.now)
         self.core.process(self.cq.poll(self.world.shape.poll_limit), self.sim.now)
-        if self.core.has_pending_work and not self._is_ticking:
+        limit = self.core.wait_limit_s
+        if limit < LONGEST_TICK_S and not self._is_ticking:
             self._is_ticking = True
-            self.sim.after(TICK_S, self._tick)
+            self.sim.after(max(limit, SHORTEST_TICK_S), self._tick)
 
     def _tick(self) -> None:
         self._is_ticking = False
@@ -91,7 +94,7 @@ class SimTarget:
         if not self.device.is_crashed:
             self.step()
             self.target.check_integrity()
-            self.sim.after(0.01, self._keep_ticking)
+            self.sim.after(LONGEST_TICK_S, self._keep_ticking)
 
     def crash(self) -> None:
         self.device.crash()
@@ -103,16 +106,16 @@ class SimTarget:
             return
         self._take_drained()
         random = self.sim.random
-        if self._bound and random.random() < 0.3:
+        if self._bound and random.random() < 0.15:
             handles = random.sample(list(self._bound), min(len(self._bound), random.randint(1, 16)))
             self.target.reclaim(handles)
             for handle in handles:
-                if random.random() < 0.8:
+                if random.random() < 0.95:
                     self.life.withdraw(handle, self._generations[handle])
         elif self._idle and not self.world.is_ending:
             self._bind(random.randint(1, min(16, len(self._idle))))
         if not self.world.is_ending:
-            self.sim.after(random.random() * 2e-3, self._engine)
+            self.sim.after(random.random() * 4e-3, self._engine)
 
     def _bind(self, count: int) -> None:
         random = self.sim.random

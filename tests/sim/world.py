@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kbtp_core.fabric.sim import Conditions, Simulation
+from kbtp_core.protocol import DirectPolicy
 from tests.sim.initiator import GRACE_S, LONGEST_DEADLINE_S, SimInitiator
 from tests.sim.model import Life
 from tests.sim.target import SimTarget
@@ -34,6 +35,7 @@ class Shape:
     has_executor: bool
     has_pages: bool
     is_one_domain: bool
+    direct: DirectPolicy | None
     conditions: Conditions
 
 
@@ -87,7 +89,7 @@ class World:
 
     def _end_initiators(self) -> None:
         sim = self.sim
-        sim.run(sim.now + LONGEST_DEADLINE_S + 2 * GRACE_S)
+        sim.run(sim.now + LONGEST_DEADLINE_S + GRACE_S + 1e-3)
         for initiator in self.initiators:
             initiator.leave()
         over = sim.run(sim.now + 5.0, lambda: all(i.core is None for i in self.initiators) and not any(self._connections()))
@@ -166,13 +168,21 @@ def _draw_shape(sim: Simulation) -> Shape:
         outstanding=random.choice((6, 32, 64)),
         poll_limit=random.choice((1, 7, *(1024,) * 10)),
         pace_s=random.choice((2e-4, 5e-4, 1e-3)),
-        hurry=random.choice((0.0, 0.02, 0.1)),
-        misfortune_s=random.choice((5e-3, 20e-3, 100e-3)),
+        hurry=random.choice((0.0, 0.01, 0.05)),
+        misfortune_s=random.choice((10e-3, 40e-3, 200e-3)),
         has_executor=random.random() < 0.5,
         has_pages=random.random() < 0.25,
         is_one_domain=random.random() < 0.5,
+        direct=DirectPolicy(
+            load_domains=frozenset({""}),
+            alloc_domains=frozenset({""}),
+            ticket_timeout_s=random.choice((10e-3, 0.1, 1.0)),
+            masked=random.random() < 0.7,
+        )
+        if random.random() < 0.5
+        else None,
         conditions=Conditions(
-            wake_s=(0.0, random.choice((20e-6, 200e-6))),
+            wake_s=(0.0, random.choice((20e-6, 400e-6, 400e-6))),
             stall=random.choice((0.01, 0.05, 0.2)),
             late_read=random.choice((0.1, 0.5, 0.9)),
             garbage=random.choice((0.02, 0.1, 0.3)),
