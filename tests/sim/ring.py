@@ -126,6 +126,7 @@ class Partition:
             self.pd.close()
             self._see_tickets()
             for offset in list(self.owned):
+                self._check_block(offset)
                 self._free(offset)
             self._reclaim(0.0)
         elif op == Op.RECEIVE and status == CompletionStatus.OK:
@@ -189,12 +190,25 @@ class Partition:
         if late:
             self.fence()
             self._reclaim(TICKET_TIMEOUT_S)
+            self._see_tickets()
+            self._use_reclaimed()
         self.sim.after(TICKET_TIMEOUT_S / 4, self._watch)
 
     def fence(self) -> None:
-        """No Write of the initiator reaches a block from now on."""
+        """No Write of the initiator reaches a block from now on, and no FetchAdd the Head."""
         self.is_fenced = True
-        self.partition.close()
+        for region in (self.partition, self.head_region):
+            self.invalidate(region)
+
+    def invalidate(self, region: SimRegion) -> None:
+        region.close()
+
+    def _use_reclaimed(self) -> None:
+        """Blocks that were reclaimed go to somebody else at once, who would notice a late Write."""
+        while (head := self.ring.ticket_of(int(self.counters[0]))) and (offset := self.ring.allocate()) is not None:
+            self._own(offset, head.sequence)
+            self.memory[offset : offset + BLOCK] = np.frombuffer(content(head.sequence), np.uint8)
+        self.seen = int(self.counters[0]) >> 32
 
     def _reclaim(self, age_s: float) -> None:
         """Abandon the tickets that are older: consume their slots, and give the blocks back with new tickets."""
@@ -390,9 +404,9 @@ class RingWorld:
         for number, partition in enumerate(self.partitions):
             self.initiators.append(RingInitiator(sim, partition, self.listener.address, number, steps))
         if random.random() < 0.3:
-            sim.after(random.random() * 0.02, self.initiators[0].qp.lose)
+            sim.after(2e-3 + random.random() * 0.02, self.initiators[0].qp.lose)
         if random.random() < 0.2:
-            sim.after(random.random() * 0.02, self._crash_initiator)
+            sim.after(2e-3 + random.random() * 0.02, self._crash_initiator)
 
     def _step(self) -> None:
         for request in self.listener.poll():

@@ -13,6 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from kbtp_core.protocol import BlockPool, BlockTable, EntryFlag, FreeRing, Status, Target, TargetSession, target_session
+from kbtp_core.protocol.direct import DirectLoad
 from kbtp_core.protocol.effects import Effect, Read, Send
 from kbtp_core.session import InitiatorCore
 from kbtp_core.session.slots import SendRows
@@ -79,7 +80,7 @@ def test_a_counter_whose_carry_is_not_masked_is_noticed(monkeypatch: pytest.Monk
 
 
 def test_a_ticket_that_is_reclaimed_before_the_partition_is_invalid_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Partition, "fence", lambda self: None)
+    monkeypatch.setattr(Partition, "invalidate", lambda self, region: None)
     caught_by_rings(200)
 
 
@@ -222,3 +223,19 @@ def test_a_session_whose_blocks_stay_bound_when_it_is_gone_is_noticed(monkeypatc
 
     monkeypatch.setattr(TargetSession, "disconnected", disconnected)
     caught_by_worlds()
+
+
+# Direct modes -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_direct_load_that_does_not_look_at_the_entry_again_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    advance = DirectLoad.advance
+
+    def advance_at_once(self: DirectLoad, values: NDArray[np.uint64], now: float) -> NDArray[Any]:
+        if self._phase == 1:
+            self._second[self._active] = self._first[self._active]
+            self._phase = 2
+        return advance(self, values, now)
+
+    monkeypatch.setattr(DirectLoad, "advance", advance_at_once)
+    caught_by_worlds(150)
