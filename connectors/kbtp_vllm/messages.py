@@ -31,6 +31,7 @@ class Handshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     address: WorkerAddress
     first_handle: int
     table_entries: int
+    offer_limit: int  # blocks that one offer may have
 
 
 @dataclass(frozen=True)

@@ -39,19 +39,21 @@ class PullScheduler:
         self._block_tokens: list[int] = [group.kv_cache_spec.block_size for group in kv_cache_config.transfer_groups]
         self._workers: tuple[WorkerAddress, ...] = ()
         self._ledger: HandleLedger | None = None
+        self._offer_limit = 0
         self._offered: dict[str, np.ndarray[Any, np.dtype[np.uint64]]] = {}  # request → handles, until all workers have released it
         self._claims: dict[str, RemotePrefill] = {}  # waiting requests whose prompt is claimed from a remote prefill
         self._loading: set[str] = set()  # requests in WAITING_FOR_REMOTE_KVS
         self._step = StepMetadata()
 
     def set_workers(self, handshakes: dict[tuple[int, int], Handshake]) -> None:
-        """Learn where this engine's workers listen; keys are (pp rank, tp rank), and a consumer's workers do not listen."""
+        """Learn where this engine's workers listen; keys are (0, tp rank), and a consumer's workers do not listen."""
         if not handshakes:
             return
         ordered = [handshakes[rank] for rank in sorted(handshakes)]
         self._workers = tuple(handshake.address for handshake in ordered)
         first_handle = max(handshake.first_handle for handshake in ordered)
         self._ledger = HandleLedger(min(handshake.table_entries for handshake in ordered), first_handle)
+        self._offer_limit = min(handshake.offer_limit for handshake in ordered)
 
     # Decode -------------------------------------------------------------------------------------------------------------
 
@@ -157,6 +159,9 @@ class PullScheduler:
         prompt = prompt_fingerprint(request)
         count = sum(block_id != 0 for group in block_ids for block_id in group)
         if prompt is None or count == 0 or request.num_computed_tokens < request.num_prompt_tokens:
+            return False, None
+        if count > self._offer_limit:
+            logger.warning("Request %s is not offered: %d blocks do not fit into the stage; raise stage_mib.", request.request_id, count)
             return False, None
         if self._ledger is None or self._ledger.free_count < count:
             logger.warning(

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 from vllm.utils.network_utils import get_ip
 
@@ -19,6 +19,7 @@ from kbtp_core.transfer import PagedMemory, PullResult, PullSink, PullSource
 from kbtp_vllm import geometry
 from kbtp_vllm.config import ConnectorConfig
 from kbtp_vllm.messages import Handshake, Pull, StepMetadata, WorkerAddress
+from kbtp_vllm.staging import HostStage, StagedSink, StagedSource
 from kbtp_vllm.stats import KbtpStats
 
 logger = init_logger("vllm.kbtp.worker")
@@ -35,10 +36,10 @@ class PullWorker:
         self._vllm_config = vllm_config
         self._kv = kv_cache_config
         self._config = config
-        self._source: PullSource | None = None
-        self._sink: PullSink | None = None
+        self._source: PullSource | StagedSource | None = None
+        self._sink: PullSink | StagedSink | None = None
+        self._handshake: Handshake | None = None
         self._rank = 0
-        self._table_entries = 0
         self._loading: dict[str, Pull] = {}  # requests that vLLM waits for
         self._refused: set[str] = set()
         self._bad_blocks: set[int] = set()
@@ -48,57 +49,69 @@ class PullWorker:
 
     def register(self, tensors: dict[str, Any]) -> None:
         """The KV tensors exist: describe them as blocks, then listen (prefill) and be ready to load (decode)."""
-        parallel, transfer = self._vllm_config.parallel_config, self._vllm_config.kv_transfer_config
-        tp_rank, pp_rank = get_tp_group().rank_in_group, get_pp_group().rank_in_group
-        self._rank = pp_rank * parallel.tensor_parallel_size + tp_rank
-        groups = [group.layer_names for group in self._kv.transfer_groups]
-        memory = geometry.paged_memory(tensors, groups, self._kv.num_blocks)
-        fields = geometry.descriptor(self._vllm_config, self._kv, tensors, memory, tp_rank=tp_rank, pp_rank=pp_rank)
-        name = f"{transfer.engine_id}/{self._rank}"
-        secret, domain = self._config.secret_bytes(), self._config.trust_domain
-        if transfer.is_kv_producer:
-            self._source = self._listen(memory, geometry.encode(fields), name, secret)
-        if transfer.is_kv_consumer:
-            self._sink = PullSink(
-                memory,
-                check_descriptor=lambda theirs, peer: geometry.compare(fields, theirs, peer),
-                secret=secret,
-                trust_domain=domain,
-                name=name,
-            )
+        transfer = self._vllm_config.kv_transfer_config
+        self._rank = get_tp_group().rank_in_group
+        for is_wanted, start in ((transfer.is_kv_producer, self._start_source), (transfer.is_kv_consumer, self._start_sink)):
+            if is_wanted:
+                memory, stage = self._memory(tensors)
+                fields = geometry.descriptor(self._vllm_config, self._kv, tensors, block_bytes=memory.block_bytes, tp_rank=self._rank)
+                start(memory, stage, fields)
 
-    def _listen(self, memory: PagedMemory, descriptor: bytes, name: str, secret: bytes | None) -> PullSource:
-        parallel = self._vllm_config.parallel_config
-        port = self._config.port
-        if port:
-            port += parallel.data_parallel_index * parallel.tensor_parallel_size * parallel.pipeline_parallel_size + self._rank
-        self._table_entries = self._config.table_factor * memory.block_count + RESERVED_ENTRIES
+    def _memory(self, tensors: dict[str, Any]) -> tuple[PagedMemory, HostStage | None]:
+        """The blocks that are moved: the KV tensors' own, or a stage's if the RNIC can't reach those."""
+        groups = [group.layer_names for group in self._kv.transfer_groups]
+        is_reachable = all(tensors[layer].device.type == "cpu" for group in groups for layer in group)
+        if is_reachable and self._config.staging == "auto":
+            return geometry.paged_memory(tensors, groups, self._kv.num_blocks), None
+        stage = HostStage(tensors, groups, self._kv.num_blocks, self._config.stage_mib << 20)
+        return stage.memory, stage
+
+    def _start_source(self, memory: PagedMemory, stage: HostStage | None, fields: dict[str, Any]) -> None:
+        parallel, config = self._vllm_config.parallel_config, self._config
+        table_entries = config.table_factor * memory.block_count + RESERVED_ENTRIES
         source = PullSource(
             memory,
-            descriptor=descriptor,
-            host=self._config.host or get_ip(),
-            port=port,
-            table_entries=self._table_entries,
-            lease_s=self._config.lease_s,
-            secret=secret,
-            trust_domain=self._config.trust_domain,
-            name=name,
+            descriptor=geometry.encode(fields),
+            host=config.host or get_ip(),
+            port=config.port and config.port + parallel.data_parallel_index * parallel.tensor_parallel_size + self._rank,
+            table_entries=table_entries,
+            lease_s=config.lease_s,
+            secret=config.secret_bytes(),
+            trust_domain=config.trust_domain,
+            name=self._name,
         )
-        logger.info("KBTP worker %s serves %d blocks of %d octets at %s:%d.", name, memory.block_count, memory.block_bytes, *source.address)
-        return source
+        self._source = source if stage is None else StagedSource(stage, source)
+        address = WorkerAddress(*source.address, source.incarnation)
+        self._handshake = Handshake(address, source.first_handle, table_entries, table_entries if stage is None else stage.block_count)
+        how = "KV blocks" if stage is None else "staged KV blocks"
+        logger.info(
+            "KBTP worker %s serves %d %s of %d octets at %s:%d.", self._name, memory.block_count, how, memory.block_bytes, *source.address
+        )
+
+    def _start_sink(self, memory: PagedMemory, stage: HostStage | None, fields: dict[str, Any]) -> None:
+        sink = PullSink(
+            memory,
+            check_descriptor=lambda theirs, peer: geometry.compare(fields, theirs, peer),
+            secret=self._config.secret_bytes(),
+            trust_domain=self._config.trust_domain,
+            name=self._name,
+        )
+        self._sink = sink if stage is None else StagedSink(stage, sink)
+
+    @property
+    def _name(self) -> str:
+        return f"{self._vllm_config.kv_transfer_config.engine_id}/{self._rank}"
 
     def handshake(self) -> Handshake | None:
-        if self._source is None:
-            return None
-        host, port = self._source.address
-        return Handshake(WorkerAddress(host, port, self._source.incarnation), self._source.first_handle, self._table_entries)
+        """Where this worker listens; None for a consumer."""
+        return self._handshake
 
     def start(self, step: StepMetadata) -> None:
         """Begin what the scheduler asked for in this step; returns at once."""
         if self._source is not None:
             for offer in step.offers:
                 self._source.offer(offer.request_id, offer.handles, offer.generations, offer.block_indexes)
-                self._stats.add("requests_offered")
+                self._count_request("requests_offered")
         if self._sink is None:
             return
         for pull in step.pulls:
@@ -112,7 +125,7 @@ class PullWorker:
             if request_id in self._loading:
                 self._sink.cancel(request_id)
 
-    def _begin(self, sink: PullSink, pull: Pull) -> None:
+    def _begin(self, sink: PullSink | StagedSink, pull: Pull) -> None:
         peer = pull.workers[self._rank]
         try:
             sink.pull(
@@ -131,7 +144,7 @@ class PullWorker:
 
     def _refuse(self, request_id: str, reason: str) -> None:
         self._refused.add(request_id)
-        self._stats.add("requests_failed")
+        self._count_request("requests_failed")
         self._say(request_id, "a prefill engine", reason)
 
     def results(self) -> KVConnectorTransferResults:
@@ -153,7 +166,7 @@ class PullWorker:
         return results
 
     def _failed(self, pull: Pull, result: PullResult, failed_requests: set[str]) -> None:
-        self._stats.add("requests_failed")
+        self._count_request("requests_failed")
         self._say(pull.request_id, f"prefill engine {pull.remote_engine}", result.error)
         wanted = pull.block_indexes >= 0
         lost = pull.block_indexes[wanted & result.failed]
@@ -170,7 +183,7 @@ class PullWorker:
         log("Request %s is computed here, its KV could not be loaded from %s: %s", request_id, peer, reason)
 
     def _stats_of(self, result: PullResult) -> None:
-        self._stats.add("requests_pulled")
+        self._count_request("requests_pulled")
         self._stats.add("blocks_pulled", result.blocks)
         self._stats.add("bytes_pulled", result.bytes)
         self._stats.add("pull_seconds", result.seconds)
@@ -178,11 +191,16 @@ class PullWorker:
     def _stats_of_source(self, released: int) -> None:
         if self._source is None or not released:
             return
-        self._stats.add("requests_released", released)
-        expired = int(self._source.stats().get("leases_expired", 0))
+        self._count_request("requests_released", released)
+        expired = self._source.stats()["leases_expired"]
         if expired > self._leases_expired:
-            self._stats.add("leases_expired", expired - self._leases_expired)
+            self._count_request("leases_expired", expired - self._leases_expired)
             self._leases_expired = expired
+
+    def _count_request(self, name: str, count: int = 1) -> None:
+        """All workers do the same requests; the first one counts them."""
+        if self._rank == 0:
+            self._stats.add(name, count)
 
     def failed_blocks(self) -> set[int]:
         bad, self._bad_blocks = self._bad_blocks, set()

@@ -1,4 +1,7 @@
-"""A model with sliding-window and full attention: two KV groups over one storage, and blocks that fell out of the window."""
+"""A model with sliding-window and full attention: two KV groups over one storage, and blocks that fell out of the window.
+
+Decode stages its loads in host memory, as it does for an accelerator's.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ pytestmark = pytest.mark.vllm
 def hybrid(logs: Path) -> Iterator[Pair]:
     model = make_model(logs, "hybrid")
     first = Engine("hybrid-prefill", model, logs, role="kv_producer", core=0, extra=SHARED)
-    second = Engine("hybrid-decode", model, logs, role="kv_consumer", core=1, extra=SHARED)
+    second = Engine("hybrid-decode", model, logs, role="kv_consumer", core=1, extra=SHARED | {"staging": "always"})
     try:
         yield Pair(first.ready(), second.ready())
     finally:

@@ -127,12 +127,14 @@ def test_a_prefill_engine_of_another_geometry_is_refused_by_naming_the_field(
 
 
 def test_a_prefill_engine_killed_before_the_load_costs_no_answer(model: Path, logs: Path, pair: Pair, random_prompt: random.Random) -> None:
-    doomed = Engine("doomed", model, logs, role="kv_both", core=0, extra=SHARED)
+    doomed = Engine("doomed", model, logs, role="kv_both", core=0, extra=SHARED | {"staging": "always"})
     try:
         doomed.ready()
         warm, prompt = prompt_of(random_prompt, 100), prompt_of(random_prompt, 900)
         expected = pair.decode.alone(prompt, 16)
+        before = pair.decode.ask("totals").get("blocks_pulled", 0)
         pair.decode.run("warm", warm, 4, prefill(doomed, "warm", warm))  # the session between the two exists
+        assert pair.decode.ask("totals")["blocks_pulled"] - before == 4
         params = prefill(doomed, "lost", prompt)
         free = pair.decode.settle()
         doomed.kill()

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.vllm
         ({"port": 70000}, "port is 70000"),
         ({"mode": "push"}, "mode is 'push'"),
         ({"lease_s": 0}, "lease_s is 0"),
+        ({"host": "0.0.0.0"}, "host is '0.0.0.0'"),
         ({"secret": "a", "secret_file": "b"}, "secret and secret_file are both set"),
     ],
 )
