@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,6 +50,7 @@ class Op(IntEnum):
     # Only in completions:
     RECEIVE = 16
     RECEIVE_IMMEDIATE = 17
+    LOADS = 18  # a batch of `Requester.post` has all its answers; wr_id is its sequence
     # Events of a queue pair, in its completion queue; wr_id is zero.
     CONNECTED = 32  # `length` octets of private data wait in QueuePair.peer_private_data
     DISCONNECTED = 33  # the last word of a queue pair; `value` is a TerminateCode, or zero for an orderly end
@@ -236,6 +237,53 @@ class Executor(Protocol):
 
         Clear the entry first, then ask: after that the count only falls, and at zero nothing reads the block any more.
         """
+
+
+LOAD_RESULT = np.dtype(
+    [("status", "u2"), ("generation", "u2"), ("data_length", "u4"), ("block_offset", "u8"), ("checksum", "u4"), ("reserved", "u4")]
+)
+"""What a LOAD was answered, 24 octets, host byte order; status 0xFFFF: no answer came."""
+
+
+class LoadRequests(Protocol):
+    """A batch of LOADs that a requester has taken."""
+
+    def results(self) -> Array:
+        """A copy of the answers so far (dtype LOAD_RESULT)."""
+
+    def abandon(self) -> None:
+        """Send no more of it and report nothing: no LOADS completion follows. What is outstanding keeps its credit until answered."""
+
+
+class Requester(Protocol):
+    """Sends KBTP LOADs of one queue pair and matches their answers without the interpreter; the executor's counterpart."""
+
+    def post(
+        self,
+        sequence: int,
+        handles: NDArray[np.uint64],
+        generations: NDArray[np.uint16],
+        stag: int,
+        offsets: NDArray[np.uint64],
+        lengths: NDArray[np.uint32],
+        flags: int,
+    ) -> LoadRequests:
+        """Post n LOADs with Request IDs `sequence << 32 | index`; they end in one LOADS completion. Raises QueuePairClosed.
+
+        A COMPLETION that matches none of them goes up as RECEIVE.
+        """
+
+    @property
+    def unsent_count(self) -> int:
+        """LOADs that wait for credit."""
+
+
+@runtime_checkable
+class RunsLoads(Protocol):
+    """A queue pair of a provider that has requesters."""
+
+    def create_requester(self, credit: int) -> Requester:
+        """At most one a queue pair; `credit` LOADs may be outstanding at once."""
 
 
 class ConnectionRequest(Protocol):

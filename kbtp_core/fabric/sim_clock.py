@@ -49,6 +49,8 @@ class Simulation:
         self.now = 0.0
         self.listeners: dict[tuple[str, int], SimListener] = {}
         self.rung: dict[int, SimQp] = {}  # pairs that have something to start, by number
+        self.terminated: dict[int, int] = {}
+        """How often a peer was told of each error, by Terminate code."""
         self.event_count = 0
         self._events: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
         self._scheduled = 0

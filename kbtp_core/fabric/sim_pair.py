@@ -189,6 +189,7 @@ class SimQp:
     def fail(self, code: int) -> None:
         """The peer broke a rule: end, and tell it why by a Terminate."""
         if self.is_open:
+            self.sim.terminated[code] = self.sim.terminated.get(code, 0) + 1
             self.end(code)
             self._tell_peer(code, CompletionFlag.REMOTE)
 

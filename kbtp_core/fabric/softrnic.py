@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from kbtp_core import _native
 from kbtp_core.fabric.api import (
     COMPLETION,
+    LOAD_RESULT,
     RECEIVE_REQUEST,
     WORK_REQUEST,
     Access,
@@ -132,6 +133,46 @@ class Executor:
         return counts
 
 
+class LoadRequests:
+    """See `fabric.api.LoadRequests`."""
+
+    def __init__(self, qp: _native.QueuePair, native: _native.LoadBatch) -> None:
+        self._qp = qp
+        self._native = native
+
+    def results(self) -> Array:
+        return np.frombuffer(self._qp.load_results(self._native), LOAD_RESULT)
+
+    def abandon(self) -> None:
+        self._qp.abandon_loads(self._native)
+
+
+class Requester:
+    """See `fabric.api.Requester`."""
+
+    def __init__(self, qp: _native.QueuePair) -> None:
+        self._qp = qp
+
+    def post(
+        self,
+        sequence: int,
+        handles: NDArray[np.uint64],
+        generations: NDArray[np.uint16],
+        stag: int,
+        offsets: NDArray[np.uint64],
+        lengths: NDArray[np.uint32],
+        flags: int,
+    ) -> LoadRequests:
+        native = self._qp.post_loads(sequence, handles, generations, stag, offsets, lengths, flags)
+        if native is None:
+            raise QueuePairClosed(f"the queue pair to {self._qp.peer} has ended: nothing was posted")
+        return LoadRequests(self._qp, native)
+
+    @property
+    def unsent_count(self) -> int:
+        return self._qp.unsent_loads()
+
+
 class QueuePair:
     """See `fabric.api.QueuePair`."""
 
@@ -182,6 +223,10 @@ class QueuePair:
             raise FabricError("the executor and the pool region must come from this device")
         self._keep += [executor, pool]
         self.native.attach_executor(executor.native, pool.native)
+
+    def create_requester(self, credit: int) -> Requester:
+        self.native.enable_loads(credit)
+        return Requester(self.native)
 
     def close(self, timeout_s: float = 2.0) -> None:
         self.native.close(timeout_s)

@@ -97,7 +97,32 @@ void bind_regions(nb::module_& m) {
     });
 }
 
+// Posts a batch of LOADs; the batch, or the reason why not.
+nb::object post_loads(QueuePair& q, u32 sequence, nb::handle handles, nb::handle generations, u32 stag, nb::handle offsets,
+                      nb::handle lengths, u16 flags) {
+    const Buffer handle_buffer(handles, false), generation_buffer(generations, false), offset_buffer(offsets, false),
+        length_buffer(lengths, false);
+    const auto h = handle_buffer.as<const u64>();
+    const auto g = generation_buffer.as<const u16>();
+    const auto o = offset_buffer.as<const u64>();
+    const auto l = length_buffer.as<const u32>();
+    if (h.empty() || g.size() != h.size() || o.size() != h.size() || l.size() != h.size())
+        throw std::invalid_argument("a batch of LOADs has as many handles as generations, offsets and lengths, and at least one");
+    std::shared_ptr<LoadBatch> batch;
+    auto posted = QueuePair::Posted::ok;
+    {
+        nb::gil_scoped_release nogil;
+        std::vector<LoadRequest> requests(h.size());
+        for (std::size_t i = 0; i < h.size(); ++i) requests[i] = {h[i], o[i], l[i], g[i]};
+        batch = std::make_shared<LoadBatch>(sequence, stag, flags, std::move(requests));
+        posted = q.post_loads(batch);
+    }
+    return posted == QueuePair::Posted::ok ? nb::cast(batch) : nb::none();
+}
+
 void bind_queue_pair(nb::module_& m) {
+    nb::class_<LoadBatch>(m, "LoadBatch").def_prop_ro("sequence", &LoadBatch::sequence);
+
     nb::class_<QueuePair>(m, "QueuePair")
         .def_prop_ro("number", &QueuePair::number)
         .def_prop_ro("peer", &QueuePair::peer)
@@ -112,6 +137,15 @@ void bind_queue_pair(nb::module_& m) {
         .def("post_send", [](QueuePair& q, nb::handle a) { return post<WorkRequest>(a, [&](auto r) { return q.post_send(r); }); })
         .def("post_receive", [](QueuePair& q, nb::handle a) { return post<ReceiveRequest>(a, [&](auto r) { return q.post_receive(r); }); })
         .def("attach_executor", &QueuePair::attach_executor)
+        .def("enable_loads", &QueuePair::enable_loads)
+        .def("post_loads", &post_loads)
+        .def("abandon_loads", &QueuePair::abandon_loads, nb::call_guard<nb::gil_scoped_release>())
+        .def("load_results",
+             [](QueuePair& q, const LoadBatch& batch) {
+                 const auto results = q.load_results(batch);
+                 return nb::bytes(results.data(), results.size() * sizeof(LoadResult));
+             })
+        .def("unsent_loads", &QueuePair::unsent_loads)
         .def("close", &QueuePair::close)
         .def("abort", &QueuePair::abort)
         .def("stats", [](QueuePair& q) { return stats_dict(q.stats()); });

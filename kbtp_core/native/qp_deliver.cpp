@@ -145,6 +145,26 @@ void QueuePair::on_terminate(const u8* payload, u32 n) {
     end(code.packed(), completion_flag::remote, Status::ok);
 }
 
+// An answer to a LOAD of the requester. The receive buffer that it would have used stays posted. Anything else goes up.
+bool QueuePair::take_answer(const wire::Segment& s, const u8* payload, u32 n) {
+    if (!has_requester_ || n != LoadBatch::kAnswer || s.tagged || !s.last || s.offset != 0 || inbound_ || s.msn != expected_send_msn_)
+        return false;
+    if (check_kind(s) || (s.opcode != wire::opcode::send && s.opcode != wire::opcode::send_se)) return false;
+    const std::span<const u8, LoadBatch::kAnswer> answer(payload, LoadBatch::kAnswer);
+    if (!LoadBatch::is_completion(answer)) return false;
+    std::lock_guard lock(tx_mutex_);
+    const auto found = loads_.find(LoadBatch::sequence_of(answer));
+    if (found == loads_.end() || !found->second->settle(answer)) return false;
+    ++expected_send_msn_;
+    --loads_outstanding_;
+    replies_waiting_ = replies_waiting_ || !load_queue_.empty();
+    if (found->second->is_done()) {
+        if (!found->second->is_abandoned()) push_later({found->first, number_, Op::loads, Status::ok, 0, 0, 0, 0});
+        loads_.erase(found);
+    }
+    return true;
+}
+
 // Answer a plain LOAD here (draft section 8). The receive buffer that it would have used stays posted.
 bool QueuePair::execute(const wire::Segment& s, const u8* payload, u32 n) {
     if (!has_executor_ || n != kLoadRequest || s.tagged || !s.last || s.offset != 0 || inbound_ || s.msn != expected_send_msn_)

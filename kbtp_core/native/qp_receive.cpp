@@ -211,7 +211,7 @@ void QueuePair::take_frame(const u8* frame, u32 ulpdu) {
         ++expected_send_msn_;  // the ready-to-receive Send of RFC 6581 is not for the ULP
         return;
     }
-    if (execute(segment, payload, n)) return;
+    if (take_answer(segment, payload, n) || execute(segment, payload, n)) return;
     const auto at = admit(segment, n);
     if (!at) return;
     if (!place(segment, *at, payload, n)) return;

@@ -77,6 +77,41 @@ QueuePair::Posted QueuePair::post_send(std::span<const WorkRequest> requests) {
     return Posted::ok;
 }
 
+void QueuePair::enable_loads(u32 credits) {
+    std::lock_guard lock(tx_mutex_);
+    load_credits_ = credits;
+    has_requester_ = true;
+}
+
+QueuePair::Posted QueuePair::post_loads(std::shared_ptr<LoadBatch> batch) {
+    std::lock_guard lock(tx_mutex_);
+    const State s = state_.load();
+    if (s == State::idle || s >= State::closing || broken_ || finishing_) return Posted::closed;
+    loads_[batch->sequence()] = batch;
+    load_queue_.push_back(std::move(batch));
+    if (!write_armed_) pump_and_arm(kInlineBudget);
+    return Posted::ok;
+}
+
+void QueuePair::abandon_loads(const std::shared_ptr<LoadBatch>& batch) {
+    std::lock_guard lock(tx_mutex_);
+    std::erase(load_queue_, batch);
+    batch->abandon();
+    if (batch->is_done()) loads_.erase(batch->sequence());
+}
+
+std::vector<LoadResult> QueuePair::load_results(const LoadBatch& batch) {
+    std::lock_guard lock(tx_mutex_);
+    return batch.results();
+}
+
+u64 QueuePair::unsent_loads() {
+    std::lock_guard lock(tx_mutex_);
+    u64 count = 0;
+    for (const auto& batch : load_queue_) count += batch->unsent();
+    return count;
+}
+
 // Make frames and give them to the socket until there is nothing to do, the socket is full, or `budget` octets went out.
 QueuePair::Pumped QueuePair::pump(std::size_t budget) {
     if (!may_send_ || broken_ || fd_ < 0) return Pumped::idle;
@@ -145,7 +180,7 @@ bool QueuePair::take_next() {
             if (current_->owner == Owner::executor_write) prefer_replies_ = false;
             return true;
         }
-        if (!prefer_replies_ && take_work_request()) return true;
+        if (!prefer_replies_ && (take_work_request() || take_load())) return true;
     }
     return false;
 }
@@ -184,6 +219,21 @@ bool QueuePair::take_work_request() {
     ++sent_to_;
     ++stats_.messages_sent;
     current_ = std::move(m);
+    return true;
+}
+
+bool QueuePair::take_load() {
+    if (load_queue_.empty() || loads_outstanding_ >= load_credits_) return false;
+    Message m;
+    m.header.opcode = wire::opcode::send;
+    m.header.msn = send_msn_++;
+    m.length = LoadBatch::kRequest;
+    m.owner = Owner::load_request;
+    load_queue_.front()->encode_next(m.inline_data.data());
+    if (!load_queue_.front()->has_unsent()) load_queue_.pop_front();
+    ++loads_outstanding_;
+    ++stats_.messages_sent;
+    current_ = m;
     return true;
 }
 
@@ -375,6 +425,8 @@ void QueuePair::finish_burst() {
             case Owner::executor_write:
                 executor_->done(m.owner_id);
                 break;
+            case Owner::load_request:
+                break;
             case Owner::executor_reply:
                 --executor_replies_;
                 break;
@@ -444,6 +496,10 @@ void QueuePair::flush_queues() {
     replies_.clear();
     current_.reset();
     outstanding_.clear();
+    for (const auto& [sequence, batch] : loads_)
+        if (!batch->is_abandoned()) flushed.push_back({sequence, number_, Op::loads, Status::flushed, 0, 0, 0, 0});
+    loads_.clear();
+    load_queue_.clear();
     cq_->push(flushed);
 }
 

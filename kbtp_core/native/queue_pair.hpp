@@ -25,11 +25,13 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "completion_queue.hpp"
 #include "executor.hpp"
 #include "region.hpp"
+#include "requester.hpp"
 #include "wire.hpp"
 
 namespace kbtp {
@@ -67,6 +69,12 @@ class QueuePair : public Pollable, public std::enable_shared_from_this<QueuePair
     Posted post_send(std::span<const WorkRequest> requests);
     Posted post_receive(std::span<const ReceiveRequest> requests);
     void attach_executor(std::shared_ptr<Executor> executor, RegionPtr pool);
+    // LOADs that the requester sends; `credits` is how many may be outstanding at once. A batch ends in one completion.
+    void enable_loads(u32 credits);
+    Posted post_loads(std::shared_ptr<LoadBatch> batch);
+    void abandon_loads(const std::shared_ptr<LoadBatch>& batch);
+    std::vector<LoadResult> load_results(const LoadBatch& batch);
+    u64 unsent_loads();
     void close(double timeout_s);
     void abort();
     QueuePairStats stats();
@@ -80,7 +88,7 @@ class QueuePair : public Pollable, public std::enable_shared_from_this<QueuePair
 
   private:
     // --- transmit half, under tx_mutex_ --------------------------------------------------------------------------------------
-    enum class Owner : u8 { work_request, response, executor_write, executor_reply, terminate };
+    enum class Owner : u8 { work_request, response, executor_write, executor_reply, load_request, terminate };
     struct Message {  // one DDP message on its way out
         wire::Segment header;
         RegionPtr source;  // or, when null, `inline_data`
@@ -123,6 +131,7 @@ class QueuePair : public Pollable, public std::enable_shared_from_this<QueuePair
     void build_burst();
     bool take_next();
     bool take_work_request();
+    bool take_load();
     bool append_segment(Message& message);
     void gather_payload(Message& message, u32 n, u8* head, std::size_t& used, u32& crc);
     void source_gone(Message& message);
@@ -133,7 +142,9 @@ class QueuePair : public Pollable, public std::enable_shared_from_this<QueuePair
     void flush_queues();
     void arm_write(bool wanted);
     void fail_transmit(u64 value);
-    bool drained() const { return burst_.empty() && !current_ && replies_.empty() && sent_to_ == send_base_ + send_queue_.size(); }
+    bool drained() const {
+        return burst_.empty() && !current_ && load_queue_.empty() && replies_.empty() && sent_to_ == send_base_ + send_queue_.size();
+    }
     SendEntry& entry(u64 index) { return send_queue_[index - send_base_]; }
     static Message message_for(const SendEntry& entry);
 
@@ -187,6 +198,7 @@ class QueuePair : public Pollable, public std::enable_shared_from_this<QueuePair
     void on_atomic_request(const wire::Segment& segment, const u8* payload);
     void on_atomic_response(const wire::Segment& segment, const u8* payload);
     void on_terminate(const u8* payload, u32 n);
+    bool take_answer(const wire::Segment& segment, const u8* payload, u32 n);
     bool execute(const wire::Segment& segment, const u8* payload, u32 n);
     std::optional<wire::TerminateCode> check_source(u32 stag, u64 offset, u64 size, u8 right, RegionPtr& out) const;
     void fail(wire::TerminateCode code);
@@ -236,6 +248,9 @@ class QueuePair : public Pollable, public std::enable_shared_from_this<QueuePair
     bool fin_sent_ = false;
     bool reading_ = true;
     QueuePairStats stats_;
+    std::deque<std::shared_ptr<LoadBatch>> load_queue_;  // batches with requests not sent yet
+    std::unordered_map<u32, std::shared_ptr<LoadBatch>> loads_;
+    u32 load_credits_ = 0, loads_outstanding_ = 0;
     std::shared_ptr<Executor> executor_;
     RegionPtr pool_;
 
@@ -253,7 +268,7 @@ class QueuePair : public Pollable, public std::enable_shared_from_this<QueuePair
     u64 write_next_ = 0;
     u32 expected_send_msn_ = 1, expected_request_msn_ = 1, expected_atomic_msn_ = 1;
     bool seen_frame_ = false, peer_to_peer_ = false, is_passive_ = false, replies_waiting_ = false;
-    std::atomic<bool> peer_finished_{false}, has_executor_{false};
+    std::atomic<bool> peer_finished_{false}, has_executor_{false}, has_requester_{false};
     Status terminate_status_ = Status::ok;
     u64 terminate_value_ = 0;    // what DISCONNECTED will say once the Terminate is out
     const u8* frame_ = nullptr;  // the frame that is being judged, for the Terminate to quote

@@ -23,6 +23,7 @@ enum class Op : u8 {
     immediate_se = 9,
     receive = 16,
     receive_immediate = 17,
+    loads = 18,
     connected = 32,
     disconnected = 33,
 };

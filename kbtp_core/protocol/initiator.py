@@ -183,6 +183,10 @@ class Initiator:
         self.outstanding_count = 0
         self.bound_count = 0
         """Handles that this session has bound and not freed, as far as answers have come."""
+        self.elsewhere_count = 0
+        """LOADs under way at a requester of the provider; the session is not over before they are."""
+        self.reserved_count = 0
+        """Of the outstanding requests that were granted, how many this machine leaves to a requester of the provider."""
         self._incarnation = incarnation
         self._secret = secret
         self._nonce = draw(NONCE_BYTES)
@@ -293,13 +297,28 @@ class Initiator:
         batch.add_records(stag, np.asarray(offsets, np.uint64))
         return batch
 
+    @property
+    def has_unsent(self) -> bool:
+        """Requests wait for credit."""
+        return bool(self._unsent)
+
+    def draw_sequence(self) -> int:
+        """A sequence number for a batch of LOADs that the provider's requester sends. Raises SessionClosed if the session is not ready."""
+        self._expect(InitiatorState.READY)
+        return self._fresh_sequence()
+
+    def answered_elsewhere(self, count: int) -> None:
+        """The requester has the answers to `count` LOADs."""
+        self.elsewhere_count -= count
+        self._close_if_answered()
+
     def take_window(self, limit: int) -> Window | None:
         """Up to `limit` requests that credit allows to send now, counted as outstanding from now on; None if there are none."""
         if not self._unsent or self.ack is None:
             return None
         batch = self._unsent[0]
         start = batch.sent_count
-        count = min(limit, self.ack.outstanding - self.outstanding_count, batch.count - start)
+        count = min(limit, self.ack.outstanding - self.reserved_count - self.outstanding_count, batch.count - start)
         if count <= 0:
             return None
         stop = start + count
@@ -375,11 +394,15 @@ class Initiator:
         wanted = np.atleast_1d(np.asarray(handles, np.uint64))
         if not 0 < len(wanted) < _SEQUENCES:
             raise ValueError(f"a batch of {len(wanted)} requests")
+        sequence = self._fresh_sequence()
+        return wanted, np.arange(len(wanted), dtype=np.uint64) | np.uint64(sequence << 32), sequence
+
+    def _fresh_sequence(self) -> int:
         sequence = self._next_sequence
         while sequence in self._batches or sequence == 0:
             sequence = (sequence + 1) % _SEQUENCES
         self._next_sequence = (sequence + 1) % _SEQUENCES
-        return wanted, np.arange(len(wanted), dtype=np.uint64) | np.uint64(sequence << 32), sequence
+        return sequence
 
     def _queue(self, batch: Batch) -> Batch:
         self._batches[batch.sequence] = batch
@@ -470,7 +493,7 @@ class Initiator:
         self._close_if_answered()
 
     def _close_if_answered(self) -> None:
-        if self.state is InitiatorState.CLOSING and self.outstanding_count == 0:
+        if self.state is InitiatorState.CLOSING and self.outstanding_count == 0 and self.elsewhere_count == 0:
             self.state = InitiatorState.CLOSED
 
     def _refuse(self, text: str) -> list[bytes]:

@@ -22,6 +22,7 @@ from kbtp_core.protocol.initiator import HelloParameters, InitiatorState
 from kbtp_core.session.direct import PendingDirect
 from kbtp_core.session.incarnation import process_incarnation
 from kbtp_core.session.initiator_core import InitiatorCore, PendingBatch
+from kbtp_core.session.loads import PendingLoads
 
 BUFFER_ACCESS = Access.LOCAL_WRITE | Access.REMOTE_WRITE | Access.REMOTE_READ
 """What a target needs of an initiator's buffer: to write loads into it and to read stores from it."""
@@ -37,7 +38,7 @@ class LoadBatch:
     has failed (SessionClosed, DeadlineExceeded).
     """
 
-    def __init__(self, session: InitiatorSession, pending: PendingBatch | PendingDirect) -> None:
+    def __init__(self, session: InitiatorSession, pending: PendingBatch | PendingLoads | PendingDirect) -> None:
         self._session = session
         self._pending = pending
 
@@ -195,8 +196,7 @@ class InitiatorSession:
         Raises SessionClosed if the session has ended; per-block failures are in `LoadBatch.status`, never exceptions.
         """
         with self._changed:
-            batch = self._core.protocol.load(handles, generations, region.stag, offsets, lengths, flags)
-            return LoadBatch(self, self._core.submit(batch, region, deadline))
+            return LoadBatch(self, self._core.load(handles, generations, region, offsets, lengths, deadline, flags))
 
     def store(
         self,
@@ -319,7 +319,7 @@ class InitiatorSession:
                     self._is_driven = False
                     self._process()
 
-    def cancel(self, pending: PendingBatch | PendingDirect) -> None:
+    def cancel(self, pending: PendingBatch | PendingLoads | PendingDirect) -> None:
         """See `LoadBatch.cancel`."""
         with self._changed:
             self._core.give_up(pending)
@@ -331,8 +331,10 @@ class InitiatorSession:
             if self._is_closed:
                 return
             self._is_closed = True
-            self._core.goodbye()
         start = time.monotonic()
+        self.drive(lambda: self._core.is_over or not self._core.has_loads, start + timeout_s * _CLOSE_SHARE)
+        with self._changed:
+            self._core.goodbye()
         self.drive(lambda: self._core.is_over, start + timeout_s * _CLOSE_SHARE)
         with self._changed:
             if self._core.protocol.state is not InitiatorState.CLOSED and not self._core.is_disconnected:

@@ -27,6 +27,8 @@ from kbtp_core.fabric.api import (
     QueuePair,
     QueuePairClosed,
     Region,
+    Requester,
+    RunsLoads,
     WrFlag,
 )
 from kbtp_core.protocol.constants import (
@@ -43,8 +45,10 @@ from kbtp_core.protocol.direct import DirectAllocator, DirectLoad, DirectStore
 from kbtp_core.protocol.hello import HelloAck
 from kbtp_core.protocol.initiator import Batch, HelloParameters, Initiator, InitiatorState
 from kbtp_core.session.direct import DIRECT_DEPTH, DIRECT_ID, DirectOperations, PendingDirect
+from kbtp_core.session.loads import PendingLoads, post_loads
 from kbtp_core.session.slots import ReceiveRows, SendRows
 
+_REQUESTER_FLAGS: Final = int(Flag.ALLOW_UNSEALED)  # the others change how a LOAD is answered
 SPARE_RECEIVES: Final = 8
 _SPARE_SENDS: Final = 2  # GOODBYE passes outstanding requests
 _GREETING_ID: Final = 1 << 32  # wr_id of the first receive for a HELLO_ACK
@@ -138,6 +142,8 @@ class InitiatorCore:
         self._sends: SendRows | None = None
         self._receives: ReceiveRows | None = None
         self._pending: dict[int, PendingBatch] = {}
+        self._requester: Requester | None = None
+        self._loads: dict[int, PendingLoads] = {}
         self._deadlines: list[tuple[float, int]] = []  # heap of (deadline, batch sequence)
 
     # Session ---------------------------------------------------------------------------------------------------------
@@ -150,6 +156,11 @@ class InitiatorCore:
     def error(self) -> KbtpError | None:
         """Why the session has ended or is ending."""
         return self.protocol.error
+
+    @property
+    def has_loads(self) -> bool:
+        """LOADs are at the provider's requester."""
+        return bool(self._loads)
 
     @property
     def is_over(self) -> bool:
@@ -180,8 +191,10 @@ class InitiatorCore:
     def flush(self) -> None:
         """Post the requests that credit and the send queue have room for."""
         sends = self._sends
-        if sends is None:
+        if sends is None or not self.protocol.has_unsent:
             return
+        if self._requester is not None and self._requester.unsent_count:
+            return  # order: those LOADs were asked for first; their LOADS completion comes back here
         while (window := self.protocol.take_window(sends.free_count)) is not None:
             batch, start, stop = window
             self._post(sends, batch.messages[start:stop], None if batch.message_lengths is None else batch.message_lengths[start:stop])
@@ -190,9 +203,9 @@ class InitiatorCore:
         """Fence and fail the batches whose deadline has passed."""
         while self._deadlines and self._deadlines[0][0] <= now:
             deadline, sequence = heapq.heappop(self._deadlines)
-            pending = self._pending.get(sequence)
+            pending = self._pending.get(sequence) or self._loads.get(sequence)
             if pending is not None and pending.deadline == deadline:
-                self._expire(pending)
+                self.give_up(pending)
 
     # Requests --------------------------------------------------------------------------------------------------------
 
@@ -202,6 +215,35 @@ class InitiatorCore:
         self._pending[batch.sequence] = pending
         heapq.heappush(self._deadlines, (deadline, batch.sequence))
         self.flush()
+        return pending
+
+    def load(
+        self,
+        handles: ArrayLike,
+        generations: ArrayLike,
+        region: Region,
+        offsets: ArrayLike,
+        lengths: ArrayLike,
+        deadline: float,
+        flags: int,
+    ) -> PendingBatch | PendingLoads:
+        """LOAD blocks: by the provider's requester where it can keep the order, else by the protocol machine."""
+        if self._requester is None or self.protocol.has_unsent or flags & ~_REQUESTER_FLAGS:
+            return self.submit(self.protocol.load(handles, generations, region.stag, offsets, lengths, flags), region, deadline)
+        sequence = self.protocol.draw_sequence()
+        while sequence in self._loads:
+            sequence = self.protocol.draw_sequence()
+        wanted = np.atleast_1d(np.asarray(handles, np.uint64))
+        if not wanted.size:
+            raise ValueError("a batch of 0 requests")
+        try:
+            pending = post_loads(self._requester, sequence, wanted, generations, region, offsets, lengths, flags, deadline)
+        except QueuePairClosed:
+            self._lost()
+            raise SessionClosed(f"the session with {self.peer} has ended") from None
+        self._loads[sequence] = pending
+        self.protocol.elsewhere_count += pending.count
+        heapq.heappush(self._deadlines, (deadline, sequence))
         return pending
 
     def load_direct(
@@ -260,16 +302,34 @@ class InitiatorCore:
             raise ValueError(f"{self.peer} did not grant {capability.name}. Let its operator list our trust domain, or use requests")
         return ack
 
-    def give_up(self, pending: PendingBatch | PendingDirect) -> None:
+    def give_up(self, pending: PendingBatch | PendingLoads | PendingDirect) -> None:
         """Fence a batch now, as if its deadline had passed."""
         if isinstance(pending, PendingDirect):
             if pending.binding is not None:
                 self.give_up(pending.binding)
             self.direct.give_up(pending)
+        elif isinstance(pending, PendingLoads):
+            if not pending.done:
+                self._end_loads(pending.sequence, self._overdue(pending.unanswered_count, pending.count))
         elif not pending.done:
             self._expire(pending)
 
     # Inside ----------------------------------------------------------------------------------------------------------
+
+    def _end_loads(self, sequence: int, error: KbtpError) -> None:
+        """Fence LOADs that the requester has, and fail them."""
+        pending = self._loads.pop(sequence)
+        if pending.region is not None:
+            pending.region.close()
+        pending.abandon()
+        pending.finish(error)
+        self.protocol.elsewhere_count -= pending.count
+
+    def _overdue(self, unanswered_count: int, count: int) -> DeadlineExceeded:
+        return DeadlineExceeded(
+            f"{unanswered_count} of {count} requests to {self.peer} were not answered in time; their memory is fenced. "
+            f"Allow more time, or look at what the target does"
+        )
 
     def _expire(self, pending: PendingBatch) -> None:
         if pending.region is not None:
@@ -277,12 +337,7 @@ class InitiatorCore:
         self.protocol.abandon(pending.batch)
         del self._pending[pending.batch.sequence]
         unanswered = int(np.count_nonzero(pending.batch.status == NO_STATUS))
-        pending.finish(
-            DeadlineExceeded(
-                f"{unanswered} of {pending.count} requests to {self.peer} were not answered in time; their memory is fenced. "
-                f"Allow more time, or look at what the target does"
-            )
-        )
+        pending.finish(self._overdue(unanswered, pending.count))
 
     def _take_answers(self, completions: Array) -> bool:
         """The usual case in as few array operations as can be: nothing but COMPLETIONs came. False, and nothing done, if not."""
@@ -345,6 +400,10 @@ class InitiatorCore:
         outstanding = min(ack.outstanding, self.protocol.parameters.outstanding)
         self._sends = SendRows(self.pd, outstanding + _SPARE_SENDS, REQUEST_BYTES + ack.inline_bytes)
         self._receives = ReceiveRows(self.pd, outstanding + SPARE_RECEIVES, COMPLETION_BYTES)
+        share = outstanding * 3 // 4
+        if share and isinstance(self.qp, RunsLoads):
+            self._requester = self.qp.create_requester(share)
+            self.protocol.reserved_count = share
         self._post_receives(self._receives, np.arange(self._receives.count, dtype=np.int64))
 
     def _on_done(self, batches: list[Batch]) -> None:
@@ -358,6 +417,8 @@ class InitiatorCore:
         state = self.protocol.state
         if state in (InitiatorState.CLOSING, InitiatorState.CLOSED):
             over = state is InitiatorState.CLOSED
+            for sequence in list(self._loads) if over else ():
+                self._end_loads(sequence, self.error or SessionClosed(f"the session with {self.peer} has ended"))
             if over:
                 self.direct.fail_all(self.error or SessionClosed(f"the session with {self.peer} has ended"))
             for pending in list(self._pending.values()):
@@ -371,7 +432,14 @@ class InitiatorCore:
     def _on_other(self, completion: tuple[Any, ...]) -> None:
         wr_id, _, op, status, _, _, _, value = completion
         before = self.protocol.state
-        if op == Op.CONNECTED:
+        if op == Op.LOADS:
+            if status == CompletionStatus.OK and wr_id in self._loads:
+                pending = self._loads.pop(wr_id)
+                pending.finish(None)
+                self.protocol.answered_elsewhere(pending.count)
+                if self.protocol.state is not before:
+                    self._settle_after(before)
+        elif op == Op.CONNECTED:
             if before is InitiatorState.START:
                 self._send_control(self.protocol.hello())
         elif op == Op.DISCONNECTED:
@@ -414,6 +482,7 @@ class InitiatorCore:
     def _lost(self) -> None:
         """The queue pair has ended, and DISCONNECTED, which says why, is on its way: send nothing more until then."""
         self._sends = None
+        self._requester = None
 
 
 def _spread(values: ArrayLike, count: int, kind: type[Any]) -> NDArray[Any]:

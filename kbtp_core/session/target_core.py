@@ -39,8 +39,8 @@ from kbtp_core.fabric.api import (
     Region,
     WrFlag,
 )
-from kbtp_core.protocol.constants import HEADER_BYTES, HELLO_ACK_LIMIT_BYTES, HELLO_LIMIT_BYTES, REQUEST_BYTES, Capability
-from kbtp_core.protocol.effects import Close, Effect, Read, Record, RevokePartition, Send, SendMany, Write
+from kbtp_core.protocol.constants import HEADER_BYTES, HELLO_ACK_LIMIT_BYTES, HELLO_LIMIT_BYTES, REQUEST_BYTES, Capability, Flag
+from kbtp_core.protocol.effects import Close, Effect, LoadMany, Read, Record, RevokePartition, Send, SendMany, Write
 from kbtp_core.protocol.target import Target
 from kbtp_core.protocol.target_session import TargetSession, TargetState
 from kbtp_core.session.exposure import ExposedMemory
@@ -107,6 +107,33 @@ class _PostBatch:
         self._count += len(requests)
         self.answer_count += len(requests)
 
+    def add_loads(self, rows: SendRows, effect: LoadMany, pool_stag: int, *, is_whole: bool) -> None:
+        """The Writes and Sends of many LOADs; only the last Write is signaled, with the token if this `is_whole` (to its end)."""
+        count = len(effect.messages)
+        has_write = effect.lengths != 0
+        numbers, mark = rows.take(count)
+        rows.memory[numbers, : effect.messages.shape[1]] = effect.messages
+        requests = np.zeros(2 * count, WORK_REQUEST)
+        writes, sends, asked = requests[0::2], requests[1::2], effect.requests
+        writes["op"], writes["length"], writes["local_stag"] = Op.WRITE, effect.lengths, pool_stag
+        writes["local_offset"], writes["remote_stag"], writes["remote_offset"] = effect.block_offsets, asked["stag"], asked["offset"]
+        is_invalidating = asked["flags"] & int(Flag.INVALIDATE) != 0
+        sends["op"] = np.where(is_invalidating, int(Op.SEND_INVALIDATE), int(Op.SEND))
+        sends["remote_stag"] = np.where(is_invalidating, asked["stag"], 0)
+        sends["length"], sends["local_stag"], sends["local_offset"] = effect.messages.shape[1], rows.region.stag, numbers * rows.stride
+        wanted = np.ones(2 * count, np.bool_)
+        wanted[0::2] = has_write
+        places = np.flatnonzero(has_write)
+        requests = requests[wanted]
+        self._gather()
+        if is_whole and effect.token:
+            last = int(2 * places[-1] - np.count_nonzero(~has_write[: places[-1]]))
+            requests["wr_id"][last], requests["flags"][last] = effect.token, int(WrFlag.SIGNALED)
+            self.signaled.append((self._posted_count + self._count + last + 1, mark - count + int(places[-1])))
+        self._arrays.append(requests)
+        self._count += len(requests)
+        self.answer_count += count
+
     def finish(self, mark: int) -> Array:
         """All of it as one array, whose last request is signaled."""
         self._gather()
@@ -153,7 +180,7 @@ class _Connection:
         self.receives: ReceiveRows | None = None  # once HELLO is granted
         self.held: deque[int] = deque()  # receive rows whose messages are not answered
         self.inbox: deque[Array] = deque()  # completions that no turn has taken yet
-        self.backlog: deque[Send | SendMany | Write | Record | Close] = deque()
+        self.backlog: deque[Send | SendMany | LoadMany | Write | Record | Close] = deque()
         self.reads: deque[Read] = deque()
         self.reads_in_flight = 0
         self.posted_count = 0  # work requests ever posted
@@ -179,6 +206,14 @@ class _Connection:
             message = self.receives.message(wr_id, length)
             self.held.append(wr_id)
         self.add(self.session.receive(message, now), now)
+
+    def on_loads(self, wr_ids: NDArray[np.int64], now: float) -> bool:
+        """A run of messages that have the length of a LOAD; whether they could be taken together."""
+        assert self.receives is not None
+        self.held.extend(wr_ids.tolist())
+        effects = self.session.receive_loads(self.receives.memory[wr_ids, :REQUEST_BYTES], now)
+        self.add(effects, now)
+        return len(effects) == 1 and isinstance(effects[0], LoadMany)
 
     def on_frees(self, wr_ids: NDArray[np.int64], now: float) -> None:
         """A run of messages that have the length of a FREE."""
@@ -233,12 +268,19 @@ class _Connection:
             self.backlog.clear()  # DISCONNECTED is on its way, and with it the session's end
             self.reads.clear()
 
-    def _translate(self, effect: Send | SendMany | Write | Record, batch: _PostBatch, room: int) -> bool:
+    def _translate(self, effect: Send | SendMany | LoadMany | Write | Record, batch: _PostBatch, room: int) -> bool:
         """Move the first effect of the backlog into `batch`; False if a send row has to be waited for."""
         match effect:
             case Write():
                 flags = WrFlag.SNAPSHOT if effect.snapshot else WrFlag.NONE
                 batch.add_signaled(Op.WRITE, flags, effect, self.pool.stag, self.answers.mark)
+            case LoadMany():
+                count = min(room // 2, self.answers.free_count, len(effect.messages))
+                rest = _split(effect, count)
+                batch.add_loads(self.answers, rest[0], self.pool.stag, is_whole=count == len(effect.messages))
+                if count < len(effect.messages):
+                    self.backlog[0] = rest[1]
+                    return False
             case Record():
                 if not self.answers.free_count:
                     return False
@@ -389,12 +431,15 @@ class TargetCore:
     def _take_turn(self, connection: _Connection, now: float) -> None:
         budget = float(TURN_COST)
         while connection.inbox and budget > 0:
-            run, is_frees, rest = _first_run(connection.inbox.popleft(), int(budget) + 1)
+            run, length, rest = _first_run(connection.inbox.popleft(), int(budget) + 1)
             if len(rest):
                 connection.inbox.appendleft(rest)
-            if is_frees:
+            if length == HEADER_BYTES:
                 connection.on_frees(run["wr_id"].astype(np.int64), now)
                 budget -= _RUN_COST * len(run)
+            elif length == REQUEST_BYTES:
+                is_quick = connection.on_loads(run["wr_id"].astype(np.int64), now)
+                budget -= len(run) * (_RUN_COST if is_quick else 1)
             else:
                 for completion in run.tolist():
                     self._on_completion(connection, completion, now)
@@ -449,16 +494,30 @@ class TargetCore:
             self.dirty.add(connection)
 
 
-def _first_run(completions: Array, limit: int) -> tuple[Array, bool, Array]:
-    """The first run of one session's completions, whether it is of several messages that have the length of a FREE, and what is left.
+def _first_run(completions: Array, limit: int) -> tuple[Array, int, Array]:
+    """The first run of one session's completions, and what is left of them.
 
-    A run of anything else has at most `limit` completions.
+    A run of several messages that have the length of a FREE, or of a LOAD, comes with that length; a run of anything else with zero.
+    Runs of FREEs are as long as they are, others have at most `limit` completions.
     """
-    is_free = (completions["op"] == Op.RECEIVE) & (completions["length"] == HEADER_BYTES) & (completions["wr_id"] < _GREETING_ID)
-    is_free &= completions["status"] == CompletionStatus.OK
-    changes = np.flatnonzero(is_free[1:] != is_free[:-1])
+    is_message = (completions["op"] == Op.RECEIVE) & (completions["wr_id"] < _GREETING_ID)
+    is_message &= completions["status"] == CompletionStatus.OK
+    length = np.where(is_message, completions["length"], 0)
+    length[(length != HEADER_BYTES) & (length != REQUEST_BYTES)] = 0
+    changes = np.flatnonzero(length[1:] != length[:-1])
     stop = int(changes[0]) + 1 if len(changes) else len(completions)
-    is_run = bool(is_free[0]) and stop > 1
-    if not is_run:
+    kind = int(length[0]) if stop > 1 else 0
+    if kind != HEADER_BYTES:
         stop = min(stop, limit)
-    return completions[:stop], is_run, completions[stop:]
+    return completions[:stop], kind, completions[stop:]
+
+
+def _split(effect: LoadMany, count: int) -> tuple[LoadMany, LoadMany]:
+    """The first `count` answers, and the rest, which has the token."""
+    if count == len(effect.messages):
+        return effect, effect
+    parts = (
+        LoadMany(effect.messages[at], effect.requests[at], effect.block_offsets[at], effect.lengths[at], effect.token)
+        for at in (slice(0, count), slice(count, None))
+    )
+    return next(parts), next(parts)

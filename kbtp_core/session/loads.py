@@ -1,0 +1,108 @@
+"""LOADs that the provider sends and matches by itself (`fabric.api.Requester`), seen as batches of a session.
+
+A batch costs one call and one completion here, whatever its length. What keeps the session's promises:
+
+1. Of the outstanding requests that the target granted, the requester has its own share; the protocol machine has the rest.
+2. Order: LOADs go to the requester only while the machine has nothing unsent, and the machine sends nothing while the requester has
+   unsent LOADs. So requests that name one handle leave in the order asked for.
+3. An answer that matches no LOAD goes up to the protocol machine, which ends the session.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from kbtp_core.errors import KbtpError
+from kbtp_core.fabric.api import Array, LoadRequests, Region, Requester
+from kbtp_core.protocol.constants import NO_STATUS, Status
+
+
+class PendingLoads:
+    """n LOADs at the requester, and their results as arrays of shape (n,); NO_STATUS where there is no answer."""
+
+    def __init__(self, sequence: int, requests: LoadRequests, count: int, region: Region, deadline: float) -> None:
+        self.sequence = sequence
+        self.count = count
+        self.region: Region | None = region
+        self.deadline = deadline
+        self.error: KbtpError | None = None
+        self.done = False
+        self._requests = requests
+        self._results: Array | None = None
+
+    def _now(self) -> Array:
+        return self._requests.results() if self._results is None else self._results
+
+    @property
+    def status(self) -> NDArray[np.uint16]:
+        return np.asarray(self._now()["status"])
+
+    @property
+    def generation(self) -> NDArray[np.uint16]:
+        return np.asarray(self._now()["generation"])
+
+    @property
+    def data_length(self) -> NDArray[np.uint32]:
+        return np.asarray(self._now()["data_length"])
+
+    @property
+    def block_offset(self) -> NDArray[np.uint64]:
+        return np.asarray(self._now()["block_offset"])
+
+    @property
+    def checksum(self) -> NDArray[np.uint32]:
+        return np.asarray(self._now()["checksum"])
+
+    @property
+    def ok(self) -> bool:
+        """Done, and every request was answered OK."""
+        return self.done and self.error is None and not np.count_nonzero(self.status != int(Status.OK))
+
+    @property
+    def unanswered_count(self) -> int:
+        return int(np.count_nonzero(self.status == NO_STATUS))
+
+    def finish(self, error: KbtpError | None) -> None:
+        """Done: results stay as they are now, whatever still arrives."""
+        self._results = self._requests.results()
+        self.error = error
+        self.done = True
+
+    def abandon(self) -> None:
+        """Send no more of it."""
+        self._requests.abandon()
+
+
+def post_loads(
+    requester: Requester,
+    sequence: int,
+    handles: NDArray[np.uint64],
+    generations: ArrayLike,
+    region: Region,
+    offsets: ArrayLike,
+    lengths: ArrayLike,
+    flags: int,
+    deadline: float,
+) -> PendingLoads:
+    """Post LOADs of n handles into (region, offset, length); scalars stand for all n. Raises QueuePairClosed."""
+    count = handles.size
+    requests = requester.post(
+        sequence,
+        np.ascontiguousarray(handles),
+        _spread(generations, count, np.uint16),
+        region.stag,
+        _spread(offsets, count, np.uint64),
+        _spread(lengths, count, np.uint32),
+        flags,
+    )
+    return PendingLoads(sequence, requests, count, region, deadline)
+
+
+def _spread(values: ArrayLike, count: int, kind: Any) -> NDArray[Any]:
+    array = np.asarray(values, kind)
+    if array.ndim and array.size != count:
+        raise ValueError(f"{array.size} values for {count} handles")
+    return np.full(count, array) if array.ndim == 0 else np.ascontiguousarray(array)
