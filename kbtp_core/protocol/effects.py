@@ -7,7 +7,7 @@ in its session, that the driver hands back in `write_done` or `read_done` when t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,21 @@ class SendMany:
     """Send n messages of equal length, (n, length) octets, in order; each finishes one received message."""
 
     messages: NDArray[np.uint8]
+
+
+@dataclass(frozen=True, eq=False)
+class LoadMany:
+    """Answer n LOADs in order: send message i, right behind the RDMA Write of its block if it has one; each finishes one received message.
+
+    `requests` (dtype wire.REQUEST) are the LOADs. Where `lengths` is zero nothing is written: that LOAD has failed. `token` is handed
+    back in `write_done` when the last Write has completed.
+    """
+
+    messages: NDArray[np.uint8]
+    requests: NDArray[Any]
+    block_offsets: NDArray[np.uint64]
+    lengths: NDArray[np.uint32]
+    token: int
 
 
 @dataclass(frozen=True)
@@ -77,4 +92,4 @@ class Close:
     reason: str
 
 
-Effect: TypeAlias = Send | SendMany | Write | Read | Record | RevokePartition | Close
+Effect: TypeAlias = Send | SendMany | LoadMany | Write | Read | Record | RevokePartition | Close

@@ -17,23 +17,23 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kbtp_core.errors import Malformed
 from kbtp_core.protocol.constants import VERSION, Capability, Flag, Status
-from kbtp_core.protocol.effects import Close, Effect, Read, Record, RevokePartition, Send, SendMany, Write
+from kbtp_core.protocol.effects import Close, Effect, LoadMany, Read, Record, RevokePartition, Send, SendMany, Write
 from kbtp_core.protocol.hello import Hello, HelloAck
 from kbtp_core.protocol.partition import Partition, PartitionState
 from kbtp_core.protocol.pool import BlockPool
 from kbtp_core.protocol.table import Entry
-from kbtp_core.protocol.target_batch import free_lent, plain_frees
+from kbtp_core.protocol.target_batch import free_lent, judge_loads, plain_frees, plain_loads
 from kbtp_core.protocol.target_grant import Expose
 from kbtp_core.protocol.target_greeting import Greeting
+from kbtp_core.protocol.target_operations import Loading, LoadingMany, Operation, Storing, check_bound, invalidated_stag
 from kbtp_core.protocol.wire import (
     AllocStore,
     Bind,
@@ -42,7 +42,6 @@ from kbtp_core.protocol.wire import (
     Goodbye,
     Header,
     Load,
-    Message,
     Request,
     Store,
     Unknown,
@@ -68,26 +67,6 @@ class TargetState(Enum):
     CLOSED = "closed"
 
 
-@dataclass(frozen=True)
-class _Loading:
-    """A Write of the block of entry `index`; `holds_line`: later requests for its handle wait for it."""
-
-    index: int
-    holds_line: bool
-
-
-@dataclass(frozen=True)
-class _Storing:
-    """A Read into the block at `block_offset`, for the entry at `index`."""
-
-    request: Store
-    index: int
-    block_offset: int
-
-
-_Operation: TypeAlias = _Loading | _Storing
-
-
 class TargetSession:
     """Made by `Target.open_session`."""
 
@@ -109,7 +88,7 @@ class TargetSession:
         self._effects: list[Effect] = []
         self._outstanding: set[int] = set()
         self._lines: dict[int, deque[Request]] = {}  # entry index -> requests behind the one in progress
-        self._operations: dict[int, _Operation] = {}
+        self._operations: dict[int, Operation] = {}
         self._next_token = 1
         self._frees: dict[int, Free] = {}  # entry index -> the FREE that is answered once it has drained
         self._undrained: set[int] = set()  # entries of a session that is gone, not yet drained
@@ -136,15 +115,39 @@ class TargetSession:
                 return self.take_effects()
         return [effect for row in raw for effect in self.receive(row.tobytes(), now)]
 
+    def receive_loads(self, raw: NDArray[np.uint8], now: float) -> list[Effect]:
+        """Take n messages of a LOAD's length, (n, 40) octets, in the order received; as `receive` for each, but quicker where it can be."""
+        requests = plain_loads(raw) if self._takes_plain_loads else None
+        if requests is not None and self._outstanding.isdisjoint(requests["request_id"].tolist()):
+            messages, at, entries = judge_loads(self._target, requests)
+            lengths = entries["data_length"].astype(np.uint32)
+            loaded = at[lengths != 0]
+            if self._lines.keys().isdisjoint(at.tolist()):
+                token = 0
+                if loaded.size:
+                    np.add.at(self._target.reading, loaded, 1)
+                    token = self._token(LoadingMany(loaded))
+                self._emit(LoadMany(messages, requests, entries["block_offset"].astype(np.uint64), lengths, token))
+                return self.take_effects()
+        return [effect for row in raw for effect in self.receive(row.tobytes(), now)]
+
+    @property
+    def _takes_plain_loads(self) -> bool:
+        """Whether nothing about this session needs a look at each LOAD by itself."""
+        ack, target = self.ack, self._target
+        if self.state is not TargetState.READY or ack is None or target.is_shutting_down or target.confined:
+            return False
+        return not ack.capabilities & _CHECKSUM and len(self._outstanding) < ack.outstanding
+
     def write_done(self, token: int, ok: bool, now: float) -> list[Effect]:
         """The RDMA Write of `token` has completed. One that failed is the end of its connection."""
         self._now = now
         operation = self._operations.pop(token)
-        assert isinstance(operation, _Loading)
-        self._target.reading[operation.index] -= 1
+        assert isinstance(operation, (Loading, LoadingMany))
+        self._unread(operation)
         if not ok:
             self._close("an RDMA Write failed")
-        elif operation.holds_line:
+        elif isinstance(operation, Loading) and operation.holds_line:
             self._advance_line(operation.index)
         return self.take_effects()
 
@@ -152,7 +155,7 @@ class TargetSession:
         """The RDMA Read of `token` has completed: its data is in the block, or (not ok) anything may be."""
         self._now = now
         operation = self._operations.pop(token)
-        assert isinstance(operation, _Storing)
+        assert isinstance(operation, Storing)
         if isinstance(operation.request, AllocStore):
             self._finish_alloc_store(operation, ok)
         elif ok:
@@ -196,8 +199,8 @@ class TargetSession:
         self._effects.clear()
         self._lines.clear()
         for operation in self._operations.values():
-            if isinstance(operation, _Loading):
-                self._target.reading[operation.index] -= 1
+            if not isinstance(operation, Storing):
+                self._unread(operation)
             elif isinstance(operation.request, AllocStore):
                 self._give_up(operation)
         self._operations.clear()
@@ -304,7 +307,7 @@ class TargetSession:
         if self.state is TargetState.CLOSING:
             self._close("a request after GOODBYE")
         elif status is not _OK:
-            self._answer(Header.of_prefix(message), status, None if status is Status.MALFORMED else _invalidated_stag(request))
+            self._answer(Header.of_prefix(message), status, None if status is Status.MALFORMED else invalidated_stag(request))
         else:
             assert isinstance(request, (Load, Store, Free, Bind))
             self._start(request)
@@ -359,7 +362,7 @@ class TargetSession:
 
     def _load(self, request: Load, index: int | None) -> None:
         entry = None if index is None else self._target.table.entry(index)
-        status = _check_bound(request, entry)
+        status = check_bound(request, entry)
         if index in self._target.confined and not self._is_trusted(index):
             status = Status.NOT_PERMITTED
         if status is _OK:
@@ -376,7 +379,7 @@ class TargetSession:
         self._target.reading[index] += 1
         if holds_line:
             self._lines[index] = deque()
-        token = self._token(_Loading(index, holds_line))
+        token = self._token(Loading(index, holds_line))
         data = request.data
         self._emit(Write(entry.block_offset, entry.data_length, data.stag, data.offset, token, snapshot=holds_line))
         self._succeed(request, entry)
@@ -386,7 +389,7 @@ class TargetSession:
         entry = None if index is None else self._target.table.entry(index)
         if not self._is_in_range(request.handle) or not isinstance(pool, BlockPool):
             status = Status.NOT_PERMITTED
-        elif (status := _check_bound(request, entry)) is _OK:
+        elif (status := check_bound(request, entry)) is _OK:
             assert entry is not None
             status = Status.SEALED if entry.is_sealed else self._check_size(request)
         if status is not _OK or index is None or entry is None or not isinstance(pool, BlockPool):
@@ -395,7 +398,7 @@ class TargetSession:
             pool.write(entry.block_offset, request.inline)
             self._finish_store(request, index)
         else:
-            self._fetch(_Storing(request, index, entry.block_offset))
+            self._fetch(Storing(request, index, entry.block_offset))
 
     def _finish_store(self, request: Store, index: int) -> None:
         self._target.table.update_one(index, request.data.length, bool(request.flags & _SEAL))
@@ -418,14 +421,14 @@ class TargetSession:
             self._fail(request, status)
             return
         target.reserve(index)
-        operation = _Storing(request, index, offset)
+        operation = Storing(request, index, offset)
         if request.flags & _INLINE:
             pool.write(offset, request.inline)
             self._finish_alloc_store(operation, True)
         else:
             self._fetch(operation)
 
-    def _finish_alloc_store(self, operation: _Storing, ok: bool) -> None:
+    def _finish_alloc_store(self, operation: Storing, ok: bool) -> None:
         request = operation.request
         if ok:
             sealed = bool(request.flags & _SEAL)
@@ -441,7 +444,7 @@ class TargetSession:
         if not self._is_in_range(request.handle) or is_lent and request.generation == 0:
             status = Status.NOT_PERMITTED
         else:
-            status = _check_bound(request, entry)
+            status = check_bound(request, entry)
         if status is not _OK or index is None:
             self._fail(request, status)
         elif is_lent:
@@ -483,6 +486,13 @@ class TargetSession:
 
     # Inside ----------------------------------------------------------------------------------------------------------
 
+    def _unread(self, operation: Loading | LoadingMany) -> None:
+        """Its RDMA Writes touch their blocks no more."""
+        if isinstance(operation, Loading):
+            self._target.reading[operation.index] -= 1
+        else:
+            np.subtract.at(self._target.reading, operation.indexes, 1)
+
     def _observe_tickets(self, partition: Partition, now: float) -> None:
         for offset in partition.observe(now):
             self._pool().ticketed(self.number, offset)
@@ -501,17 +511,17 @@ class TargetSession:
     def _check_size(self, request: Store) -> Status:
         return _OK if 0 < request.data.length <= self._target.pool.block_bytes else Status.LENGTH
 
-    def _fetch(self, operation: _Storing) -> None:
+    def _fetch(self, operation: Storing) -> None:
         """Read the data of a store; its handle's line waits until `read_done`."""
         self._lines[operation.index] = deque()
         data = operation.request.data
         self._emit(Read(operation.block_offset, data.length, data.stag, data.offset, self._token(operation)))
 
-    def _give_up(self, operation: _Storing) -> None:
+    def _give_up(self, operation: Storing) -> None:
         self._target.unreserve(operation.index)
         self._pool().give_back(self.number, operation.block_offset, clear=self._target.clears_blocks)
 
-    def _token(self, operation: _Operation) -> int:
+    def _token(self, operation: Operation) -> int:
         token = self._next_token
         self._next_token += 1
         self._operations[token] = operation
@@ -534,7 +544,7 @@ class TargetSession:
             slot = request.record
             self._emit(Record(encode_record(completion), slot.stag, slot.offset, request.request_id & 0xFFFF_FFFF))
         else:
-            self._emit(Send(completion.encode(), _invalidated_stag(request)))
+            self._emit(Send(completion.encode(), invalidated_stag(request)))
         self._close_if_answered()
 
     def _answer(self, header: Header, status: Status, invalidate_stag: int | None = None) -> None:
@@ -562,20 +572,3 @@ class TargetSession:
     def _release_if_drained(self) -> None:
         if not self._is_connected and not self._undrained and self.number in self._target.sessions:
             self._target.release(self)
-
-
-def _check_bound(request: Request, entry: Entry | None) -> Status:
-    """Range, binding and generation of a request for a bound handle."""
-    if entry is None:
-        return Status.NOT_PERMITTED
-    if not entry.is_valid:
-        return Status.NOT_BOUND
-    if request.generation not in (0, entry.generation):
-        return Status.STALE_GENERATION
-    return _OK
-
-
-def _invalidated_stag(request: Message) -> int | None:
-    """What the completion of this request invalidates, whatever its status."""
-    is_asked = isinstance(request, (Load, Store)) and request.flags & _INVALIDATE
-    return request.data.stag if is_asked and isinstance(request, (Load, Store)) else None

@@ -107,8 +107,8 @@ class _PostBatch:
         self._count += len(requests)
         self.answer_count += len(requests)
 
-    def add_loads(self, rows: SendRows, effect: LoadMany, pool_stag: int, *, is_whole: bool) -> None:
-        """The Writes and Sends of many LOADs; only the last Write is signaled, with the token if this `is_whole` (to its end)."""
+    def add_loads(self, rows: SendRows, effect: LoadMany, pool_stag: int) -> None:
+        """The Writes and Sends of many LOADs; only the last Write is signaled, if there is a token."""
         count = len(effect.messages)
         has_write = effect.lengths != 0
         numbers, mark = rows.take(count)
@@ -126,7 +126,7 @@ class _PostBatch:
         places = np.flatnonzero(has_write)
         requests = requests[wanted]
         self._gather()
-        if is_whole and effect.token:
+        if effect.token:
             last = int(2 * places[-1] - np.count_nonzero(~has_write[: places[-1]]))
             requests["wr_id"][last], requests["flags"][last] = effect.token, int(WrFlag.SIGNALED)
             self.signaled.append((self._posted_count + self._count + last + 1, mark - count + int(places[-1])))
@@ -276,10 +276,12 @@ class _Connection:
                 batch.add_signaled(Op.WRITE, flags, effect, self.pool.stag, self.answers.mark)
             case LoadMany():
                 count = min(room // 2, self.answers.free_count, len(effect.messages))
-                rest = _split(effect, count)
-                batch.add_loads(self.answers, rest[0], self.pool.stag, is_whole=count == len(effect.messages))
-                if count < len(effect.messages):
-                    self.backlog[0] = rest[1]
+                if not count:
+                    return False
+                first, rest = _split(effect, count)
+                batch.add_loads(self.answers, first, self.pool.stag)
+                if rest is not None:
+                    self.backlog[0] = rest
                     return False
             case Record():
                 if not self.answers.free_count:
@@ -512,12 +514,13 @@ def _first_run(completions: Array, limit: int) -> tuple[Array, int, Array]:
     return completions[:stop], kind, completions[stop:]
 
 
-def _split(effect: LoadMany, count: int) -> tuple[LoadMany, LoadMany]:
-    """The first `count` answers, and the rest, which has the token."""
+def _split(effect: LoadMany, count: int) -> tuple[LoadMany, LoadMany | None]:
+    """The first `count` answers, and the rest. The token goes where the last Write is."""
     if count == len(effect.messages):
-        return effect, effect
-    parts = (
-        LoadMany(effect.messages[at], effect.requests[at], effect.block_offsets[at], effect.lengths[at], effect.token)
-        for at in (slice(0, count), slice(count, None))
-    )
-    return next(parts), next(parts)
+        return effect, None
+    is_last_behind = bool(np.count_nonzero(effect.lengths[count:]))
+
+    def part(at: slice, token: int) -> LoadMany:
+        return LoadMany(effect.messages[at], effect.requests[at], effect.block_offsets[at], effect.lengths[at], token)
+
+    return part(slice(0, count), 0 if is_last_behind else effect.token), part(slice(count, None), effect.token if is_last_behind else 0)

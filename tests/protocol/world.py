@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kbtp_core.protocol.constants import Capability, Flag
 from kbtp_core.protocol.direct import DirectAllocator, DirectBatch, DirectKind, DirectLoad, DirectStore
-from kbtp_core.protocol.effects import Close, Effect, Read, Record, RevokePartition, Send, SendMany, Write
+from kbtp_core.protocol.effects import Close, Effect, LoadMany, Read, Record, RevokePartition, Send, SendMany, Write
 from kbtp_core.protocol.hello import DirectAccess
 from kbtp_core.protocol.initiator import Batch, HelloParameters, Initiator
 from kbtp_core.protocol.partition import DirectPolicy
@@ -43,7 +43,7 @@ class Link:
     initiator: Initiator
     session: TargetSession
     memory: NDArray[np.uint8]
-    held: list[Write | Read] = field(default_factory=list)
+    held: list[Write | Read | LoadMany] = field(default_factory=list)
     closed_because: str | None = None
     invalidated: list[int] = field(default_factory=list)
     statuses: list[int] = field(default_factory=list)
@@ -70,6 +70,10 @@ class Link:
                 case SendMany():
                     for row in effect.messages:
                         self._to_initiator(Send(row.tobytes()))
+                case LoadMany():
+                    self.held.append(effect)
+                    if not self.world.hold_operations:
+                        self.finish_operations()
                 case Write() | Read():
                     self.held.append(effect)
                     if not self.world.hold_operations:
@@ -88,6 +92,9 @@ class Link:
         """Complete the RDMA operations in flight, oldest first."""
         while self.held:
             operation = self.held.pop(0)
+            if isinstance(operation, LoadMany):
+                self._finish_loads(operation, ok)
+                continue
             here = slice(operation.offset, operation.offset + operation.length)
             there = slice(operation.block_offset, operation.block_offset + operation.length)
             if isinstance(operation, Write):
@@ -97,6 +104,15 @@ class Link:
                 if ok:
                     self.world.pool_memory[there] = self.memory[here]
                 self.apply(self.session.read_done(operation.token, ok, self.world.now))
+
+    def _finish_loads(self, loads: LoadMany, ok: bool) -> None:
+        for i, length in enumerate(loads.lengths.tolist()):
+            here, there = int(loads.requests["offset"][i]), int(loads.block_offsets[i])
+            self.memory[here : here + length] = self.world.pool_memory[there : there + length]
+        for message, request in zip(loads.messages, loads.requests, strict=True):
+            self._to_initiator(Send(message.tobytes(), int(request["stag"]) if request["flags"] & Flag.INVALIDATE else None))
+        if loads.token:
+            self.apply(self.session.write_done(loads.token, ok, self.world.now))
 
     def run(self, *batches: Batch) -> Link:
         """Send whatever credit allows until nothing is left to send."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kbtp_core.fabric.api import Region
-from kbtp_core.protocol import BlockPool, BlockTable, HelloParameters, Status, Target, TargetLimits
+from kbtp_core.protocol import BlockPool, BlockTable, Flag, HelloParameters, Status, Target, TargetLimits
 from kbtp_core.session import BUFFER_ACCESS
 from kbtp_core.session.initiator_core import InitiatorCore, PendingBatch
 from kbtp_core.session.target_core import READS_IN_FLIGHT, TURN_COST, TargetCore
@@ -55,8 +55,8 @@ def answered(batch: PendingBatch) -> int:
 
 
 def failing_loads(core: InitiatorCore, count: int) -> PendingBatch:
-    """Requests that are answered with a completion alone."""
-    return core.submit(core.protocol.load(np.full(count, 1), 0, 0, 0, BLOCK), None, FAR)
+    """Requests that are answered with a completion alone, each by itself."""
+    return core.submit(core.protocol.load(np.full(count, 1), 0, 0, 0, BLOCK, Flag.ALLOW_UNSEALED), None, FAR)
 
 
 def test_a_modest_session_is_answered_in_the_turn_in_which_a_greedy_one_has_a_thousand_requests() -> None:
