@@ -45,6 +45,19 @@ def test_blocks_taken_back_after_the_lease_are_refused(pair: Pair, random_prompt
     assert "raise lease_s on the prefill side" in pair.decode.log()
 
 
+def test_a_load_that_fails_in_part_keeps_the_blocks_before_the_first_lost_one(pair: Pair, random_prompt: random.Random) -> None:
+    prompt = prompt_of(random_prompt, 7 * BLOCK_TOKENS)
+    expected = pair.decode.alone(prompt, 16)
+    params = prefill(pair.prefill, "part", prompt)
+    params["kbtp_generations"][0][4] += 2
+
+    answer = pair.decode.run("part", prompt, 16, params)
+
+    assert answer.tokens == expected
+    assert f"1 request(s) rescheduled ({3 * BLOCK_TOKENS} tokens affected)" in pair.decode.log()
+    pair.prefill.settle(LEASE_S + 5)
+
+
 def test_aborting_a_load_gives_the_blocks_back_at_once(pair: Pair, random_prompt: random.Random) -> None:
     prompt = prompt_of(random_prompt, 200)
     params = prefill(pair.prefill, "load", prompt)
