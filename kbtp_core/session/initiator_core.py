@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from kbtp_core.errors import DeadlineExceeded, KbtpError, SessionClosed
 from kbtp_core.fabric.api import (
+    COMPLETION,
     WORK_REQUEST,
     Array,
     CompletionQueue,
@@ -48,6 +49,9 @@ from kbtp_core.session.direct import DIRECT_DEPTH, DIRECT_ID, DirectOperations, 
 from kbtp_core.session.loads import PendingLoads, post_loads
 from kbtp_core.session.slots import ReceiveRows, SendRows
 
+_FEW: Final = 4  # completions that cost less one by one than as arrays
+_LOADS: Final = int(Op.LOADS)
+_RECEIVE: Final = int(Op.RECEIVE)
 _REQUESTER_FLAGS: Final = int(Flag.ALLOW_UNSEALED)  # the others change how a LOAD is answered
 SPARE_RECEIVES: Final = 8
 _SPARE_SENDS: Final = 2  # GOODBYE passes outstanding requests
@@ -172,7 +176,13 @@ class InitiatorCore:
 
     def process(self, completions: Array, now: float) -> None:
         """Take completions (dtype COMPLETION) of this session's queue pair, fail what is overdue, send what credit allows."""
-        if len(completions) and not self._take_answers(completions):
+        if len(completions) <= _FEW and self._requester is not None:
+            for completion in completions.tolist():
+                if completion[2] == _RECEIVE:
+                    self._on_received(np.array([completion], COMPLETION))
+                else:
+                    self._on_other(completion)
+        elif len(completions) and not self._take_answers(completions):
             received = completions["op"] == Op.RECEIVE
             if np.count_nonzero(received):
                 self._on_received(completions[received])
@@ -228,7 +238,7 @@ class InitiatorCore:
         flags: int,
     ) -> PendingBatch | PendingLoads:
         """LOAD blocks: by the provider's requester where it can keep the order, else by the protocol machine."""
-        if self._requester is None or self.protocol.has_unsent or flags & ~_REQUESTER_FLAGS:
+        if self._requester is None or self.protocol.has_unsent or int(flags) & ~_REQUESTER_FLAGS:
             return self.submit(self.protocol.load(handles, generations, region.stag, offsets, lengths, flags), region, deadline)
         sequence = self.protocol.draw_sequence()
         while sequence in self._loads:
@@ -432,8 +442,8 @@ class InitiatorCore:
     def _on_other(self, completion: tuple[Any, ...]) -> None:
         wr_id, _, op, status, _, _, _, value = completion
         before = self.protocol.state
-        if op == Op.LOADS:
-            if status == CompletionStatus.OK and wr_id in self._loads:
+        if op == _LOADS:
+            if status == 0 and wr_id in self._loads:  # flushed ones end with DISCONNECTED, which knows why
                 pending = self._loads.pop(wr_id)
                 pending.finish(None)
                 self.protocol.answered_elsewhere(pending.count)

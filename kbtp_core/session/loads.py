@@ -103,6 +103,8 @@ def post_loads(
 
 def _spread(values: ArrayLike, count: int, kind: Any) -> NDArray[Any]:
     array = np.asarray(values, kind)
-    if array.ndim and array.size != count:
+    if array.ndim == 0:
+        return np.full(count, array)
+    if array.shape != (count,):
         raise ValueError(f"{array.size} values for {count} handles")
-    return np.full(count, array) if array.ndim == 0 else np.ascontiguousarray(array)
+    return np.ascontiguousarray(array)
