@@ -6,10 +6,13 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kbtp_core.protocol.constants import Flag
+from kbtp_core.protocol.effects import Close
 from kbtp_core.protocol.hello import Hello, HelloAck
 from kbtp_core.protocol.initiator import InitiatorState
 from kbtp_core.protocol.pool import BlockState
-from kbtp_core.protocol.wire import Completion, Goodbye
+from kbtp_core.protocol.wire import AllocStore, Bind, Completion, DataDescriptor, Free, Goodbye
+from tests.protocol.test_draft_6_6 import direct_link, direct_world
 from tests.protocol.test_pair_requests import put, ready
 from tests.protocol.test_wire import messages
 from tests.protocol.world import STAG, lent_world, ring_world
@@ -84,3 +87,53 @@ def test_an_initiator_survives_any_octets(stream: list[bytes], is_greeted: bool,
         assert 0 <= initiator.outstanding_count <= 16
         if initiator.state is InitiatorState.CLOSED:
             assert initiator.error is not None
+
+
+moves = st.lists(
+    st.one_of(
+        st.tuples(st.just("head"), st.integers(0, (1 << 64) - 1), st.just(0), st.just(0)),
+        st.tuples(st.just("take"), st.integers(1, 3), st.just(0), st.just(0)),
+        st.tuples(st.just("bind"), st.integers(0, 5), st.sampled_from([0, 64, 128, 1, 1 << 63]), st.integers(0, 3)),
+        st.tuples(st.just("free"), st.integers(0, 3), st.just(0), st.just(0)),
+        st.tuples(st.just("store"), st.integers(0, 3), st.just(0), st.just(0)),
+        st.tuples(st.just("time"), st.integers(0, 3), st.just(0), st.just(0)),
+    ),
+    max_size=25,
+)
+
+
+@settings(max_examples=150)
+@given(moves)
+def test_a_target_survives_whatever_a_direct_initiator_does_to_head_and_tickets(steps: list[tuple[str, int, int, int]]) -> None:
+    world = direct_world(blocks=4)
+    link = direct_link(world, quota=2)
+    other = ready(world, quota=2)
+    partition = link.session.partition
+    assert partition is not None
+    for serial, (what, first, second, third) in enumerate(steps):
+        if link.closed_because is not None:
+            break
+        match what:
+            case "head" if not link.is_revoked:
+                partition.ring.counters[0] = first
+            case "take" if not link.is_revoked:
+                for _ in range(first):
+                    link.fetch_add_head()
+            case "bind":
+                closing = link.session.receive(Bind(serial, 100 + third, 0, first, 1, second).encode(), world.now)
+                link.apply([effect for effect in closing if isinstance(effect, Close)])
+            case "free":
+                link.session.receive(Free(serial, 100 + first, 0).encode(), world.now)
+            case "store":
+                request = AllocStore(serial, 100 + first, 0, DataDescriptor(0, 0, 1), Flag.INLINE, None, b"x")
+                link.session.receive(request.encode(), world.now)
+            case "time":
+                world.now += first
+        world.tick()
+        world.target.check_integrity()
+    put(other, 108, b"still served")
+    link.disconnect()
+    other.disconnect()
+    world.tick()
+    world.target.check_integrity()
+    assert world.target.pool.count(BlockState.FREE) == 4  # type: ignore[union-attr]
