@@ -72,7 +72,10 @@ class Read:
 
 @dataclass(frozen=True)
 class Record:
-    """Write the completion record `data` to `offset` of the initiator's `stag`, with `immediate`; finishes one received message."""
+    """Write the completion record `data` to `offset` of the initiator's `stag`, with `immediate`; finishes one received message.
+
+    The immediate is the low 32 bits of `offset`, so that the initiator knows which record has come.
+    """
 
     data: bytes
     stag: int

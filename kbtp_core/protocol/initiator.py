@@ -96,6 +96,8 @@ class Batch:
         self.outstanding_count = 0
         self.sent_count = 0
         self.is_abandoned = False
+        self.has_records = False
+        """Whether its requests are completed by records, whose places `set_records` gives."""
 
     @property
     def status(self) -> NDArray[np.uint16]:
@@ -137,16 +139,27 @@ class Batch:
         self._results.view(_OCTETS)[indexes] = completions.view(_OCTETS)
         return True
 
-    def add_records(self, stag: int, offsets: NDArray[np.uint64]) -> None:
-        """Put the RECORD flag and a Completion Descriptor into each message, behind the header and the Data Descriptor if it has one."""
-        at = HEADER_BYTES if self.opcode == Opcode.FREE else REQUEST_BYTES
-        descriptors = np.zeros(self.count, _DESCRIPTOR)
-        descriptors["stag"], descriptors["offset"] = stag, offsets
-        octets = descriptors.view(np.uint8).reshape(self.count, DESCRIPTOR_BYTES)
+    def add_records(self) -> None:
+        """Put the RECORD flag and an empty Completion Descriptor into each message, behind the header and the Data Descriptor if any."""
+        at = self._record_at
+        octets = np.zeros((self.count, DESCRIPTOR_BYTES), np.uint8)
         self.messages = np.concatenate([self.messages[:, :at], octets, self.messages[:, at:]], axis=1)
         self.messages[:, 3] |= np.uint8(Flag.RECORD)
         if self.message_lengths is not None:
             self.message_lengths = self.message_lengths + np.uint32(DESCRIPTOR_BYTES)
+        self.has_records = True
+
+    def set_records(self, start: int, stag: int, offsets: NDArray[np.uint64]) -> None:
+        """The records of the requests from `start` on go to (stag, offset); before they are sent."""
+        descriptors = np.zeros(len(offsets), _DESCRIPTOR)
+        descriptors["stag"], descriptors["offset"] = stag, offsets
+        at = self._record_at
+        octets = descriptors.view(np.uint8).reshape(-1, DESCRIPTOR_BYTES)
+        self.messages[start : start + len(offsets), at : at + DESCRIPTOR_BYTES] = octets
+
+    @property
+    def _record_at(self) -> int:
+        return HEADER_BYTES if self.opcode == Opcode.FREE else REQUEST_BYTES
 
     @property
     def is_done(self) -> bool:
@@ -230,6 +243,10 @@ class Initiator:
         self._start_closing(f"the session with {self.peer} is closing")
         return Goodbye(status=status).encode()
 
+    def break_off(self, reason: str) -> None:
+        """The target broke the protocol in a way that only the driver can see: the session is over."""
+        self._break(reason)
+
     def disconnected(self, reason: str) -> None:
         """The connection has ended: nothing will be answered any more."""
         self._fail(SessionClosed(f"the session with {self.peer} ended: {reason}"))
@@ -286,15 +303,15 @@ class Initiator:
         offset = np.asarray(block_offsets, np.uint64)
         return self._queue(Batch(sequence, encode_binds(ids, wanted, np.asarray(generations, np.uint16), ticket, length, offset, flags)))
 
-    def with_records(self, batch: Batch, stag: int, offsets: ArrayLike) -> Batch:
-        """Ask for completion records at (stag, offset) instead of COMPLETIONs, before anything of `batch` was sent.
+    def with_records(self, batch: Batch) -> Batch:
+        """Ask for completion records instead of COMPLETIONs, before anything of `batch` was sent; see `Batch.set_records`.
 
         Raises ValueError if the target did not grant RECORD_COMPLETION.
         """
         if self.ack is None or not self.ack.capabilities & Capability.RECORD_COMPLETION:
             raise ValueError(f"{self.peer} did not grant RECORD_COMPLETION")
         assert batch.sent_count == 0
-        batch.add_records(stag, np.asarray(offsets, np.uint64))
+        batch.add_records()
         return batch
 
     @property

@@ -542,7 +542,7 @@ class TargetSession:
         self._outstanding.remove(request.request_id)
         if not isinstance(request, Bind) and request.record is not None:
             slot = request.record
-            self._emit(Record(encode_record(completion), slot.stag, slot.offset, request.request_id & 0xFFFF_FFFF))
+            self._emit(Record(encode_record(completion), slot.stag, slot.offset, slot.offset & 0xFFFF_FFFF))
         else:
             self._emit(Send(completion.encode(), invalidated_stag(request)))
         self._close_if_answered()

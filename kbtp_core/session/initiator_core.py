@@ -34,12 +34,14 @@ from kbtp_core.fabric.api import (
 )
 from kbtp_core.protocol.constants import (
     COMPLETION_BYTES,
+    DESCRIPTOR_BYTES,
     HELLO_ACK_LIMIT_BYTES,
     HELLO_LIMIT_BYTES,
     NO_STATUS,
     REQUEST_BYTES,
     Capability,
     Flag,
+    Opcode,
     Status,
 )
 from kbtp_core.protocol.direct import DirectAllocator, DirectLoad, DirectStore
@@ -47,6 +49,7 @@ from kbtp_core.protocol.hello import HelloAck
 from kbtp_core.protocol.initiator import Batch, HelloParameters, Initiator, InitiatorState
 from kbtp_core.session.direct import DIRECT_DEPTH, DIRECT_ID, DirectOperations, PendingDirect
 from kbtp_core.session.loads import PendingLoads, post_loads
+from kbtp_core.session.records import RecordSlots
 from kbtp_core.session.slots import ReceiveRows, SendRows
 
 _FEW: Final = 4  # completions that cost less one by one than as arrays
@@ -145,6 +148,7 @@ class InitiatorCore:
         self._hellos = SendRows(self.pd, 2, HELLO_LIMIT_BYTES)
         self._sends: SendRows | None = None
         self._receives: ReceiveRows | None = None
+        self._records: RecordSlots | None = None
         self._pending: dict[int, PendingBatch] = {}
         self._requester: Requester | None = None
         self._loads: dict[int, PendingLoads] = {}
@@ -207,6 +211,8 @@ class InitiatorCore:
             return  # order: those LOADs were asked for first; their LOADS completion comes back here
         while (window := self.protocol.take_window(sends.free_count)) is not None:
             batch, start, stop = window
+            if batch.has_records and self._records is not None:
+                batch.set_records(start, self._records.stag, self._records.take(stop - start))
             self._post(sends, batch.messages[start:stop], None if batch.message_lengths is None else batch.message_lengths[start:stop])
 
     def expire(self, now: float) -> None:
@@ -220,7 +226,12 @@ class InitiatorCore:
     # Requests --------------------------------------------------------------------------------------------------------
 
     def submit(self, batch: Batch, region: Region | None, deadline: float) -> PendingBatch:
-        """Follow a batch that was queued on `protocol`, and send what can be sent of it."""
+        """Follow a batch that was queued on `protocol`, and send what can be sent of it.
+
+        It is completed by records where they were granted, unless it is a BIND or has something to invalidate.
+        """
+        if self._records is not None and batch.opcode != Opcode.BIND and not batch.messages[0, 3] & int(Flag.INVALIDATE):
+            self.protocol.with_records(batch)
         pending = PendingBatch(batch, region, deadline)
         self._pending[batch.sequence] = pending
         heapq.heappush(self._deadlines, (deadline, batch.sequence))
@@ -408,7 +419,9 @@ class InitiatorCore:
         ack = self.protocol.ack
         assert ack is not None
         outstanding = min(ack.outstanding, self.protocol.parameters.outstanding)
-        self._sends = SendRows(self.pd, outstanding + _SPARE_SENDS, REQUEST_BYTES + ack.inline_bytes)
+        self._sends = SendRows(self.pd, outstanding + _SPARE_SENDS, REQUEST_BYTES + DESCRIPTOR_BYTES + ack.inline_bytes)
+        if ack.capabilities & Capability.RECORD_COMPLETION:
+            self._records = RecordSlots(self.pd, outstanding)
         self._receives = ReceiveRows(self.pd, outstanding + SPARE_RECEIVES, COMPLETION_BYTES)
         share = outstanding * 3 // 4
         if share and isinstance(self.qp, RunsLoads):
@@ -456,10 +469,25 @@ class InitiatorCore:
             self.is_disconnected = True
             self.protocol.disconnected(_why(status, value))
             self._settle_after(before)
+        elif op == Op.RECEIVE_IMMEDIATE:
+            if status == CompletionStatus.OK:
+                self._on_record(wr_id, value)
         elif wr_id == DIRECT_ID:
             self.direct.on_completion(status, value)
         elif status == CompletionStatus.OK and self._sends is not None and wr_id:
             self._sends.release(wr_id)
+
+    def _on_record(self, wr_id: int, immediate: int) -> None:
+        before = self.protocol.state
+        record = None if self._records is None else self._records.arrived(immediate)
+        if record is None:
+            self.protocol.break_off(f"the immediate {immediate:#x} announces no record")
+        else:
+            self._on_done(self.protocol.receive_records(record))
+        if self._receives is not None and wr_id < _GREETING_ID:
+            self._post_receives(self._receives, np.array([wr_id], np.int64))
+        if self.protocol.state is not before:
+            self._settle_after(before)
 
     def _send_control(self, message: bytes) -> None:
         """HELLO, HELLO with proof, or GOODBYE."""

@@ -39,7 +39,15 @@ from kbtp_core.fabric.api import (
     Region,
     WrFlag,
 )
-from kbtp_core.protocol.constants import HEADER_BYTES, HELLO_ACK_LIMIT_BYTES, HELLO_LIMIT_BYTES, REQUEST_BYTES, Capability, Flag
+from kbtp_core.protocol.constants import (
+    DESCRIPTOR_BYTES,
+    HEADER_BYTES,
+    HELLO_ACK_LIMIT_BYTES,
+    HELLO_LIMIT_BYTES,
+    REQUEST_BYTES,
+    Capability,
+    Flag,
+)
 from kbtp_core.protocol.effects import Close, Effect, LoadMany, Read, Record, RevokePartition, Send, SendMany, Write
 from kbtp_core.protocol.target import Target
 from kbtp_core.protocol.target_session import TargetSession, TargetState
@@ -320,7 +328,7 @@ class _Connection:
         """HELLO was granted: receives for what was granted, then the executor, and only then the answer."""
         ack = self.session.ack
         assert ack is not None
-        size = max(SMALLEST_RECEIVE_BYTES, HEADER_BYTES + REQUEST_BYTES + ack.inline_bytes)
+        size = max(SMALLEST_RECEIVE_BYTES, REQUEST_BYTES + DESCRIPTOR_BYTES + ack.inline_bytes)
         count = ack.outstanding + SPARE_RECEIVES
         self.receives = ReceiveRows(self.pd, count, size)
         try:

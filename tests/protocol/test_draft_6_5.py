@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from kbtp_core.fabric.softrnic import SoftRnic
 from kbtp_core.protocol.constants import Capability, Flag, Status
 from kbtp_core.protocol.effects import Send, Write
+from kbtp_core.protocol.initiator import Batch
 from kbtp_core.protocol.wire import Bind, DataDescriptor, Load
 from tests.protocol.test_pair_requests import put, ready
 from tests.protocol.world import STAG, Link, ring_world
@@ -16,6 +18,12 @@ RECORDS = Capability.RECORD_COMPLETION
 
 def recorded(*, offers: Capability = RECORDS, wanted: Capability = RECORDS) -> Link:
     return ring_world().link(quota=3, handles=8, capabilities=wanted, offers=offers).greet()
+
+
+def placed(link: Link, batch: Batch, *offsets: int) -> Batch:
+    """`batch`, with its records at these offsets."""
+    link.initiator.with_records(batch).set_records(0, STAG, np.array(offsets, np.uint64))
+    return batch
 
 
 def test_a_completion_is_a_send() -> None:
@@ -45,23 +53,23 @@ def test_a_record_is_written_instead_where_it_was_granted() -> None:
     Offset (64 bits)."""
     link = recorded()
     batches = [
-        link.initiator.with_records(link.initiator.alloc_store_inline([100], 0, [b"data"], Flag.SEAL), STAG, 1000),
-        link.initiator.with_records(link.initiator.load([100, 101], 0, STAG, 0, 64), STAG, [2000, 2024]),
-        link.initiator.with_records(link.initiator.free([100], 0), STAG, 3000),
+        placed(link, link.initiator.alloc_store_inline([100], 0, [b"data"], Flag.SEAL), 1000),
+        placed(link, link.initiator.load([100, 101], 0, STAG, 0, 64), 2000, 2024),
+        placed(link, link.initiator.free([100], 0), 3000),
     ]
     for batch in batches:
         link.run(batch)
     assert [batch.status.tolist() for batch in batches] == [[Status.OK], [Status.OK, Status.NOT_BOUND], [Status.OK]]
     assert link.memory[:4].tobytes() == b"data"
     assert link.memory[2000:2024].tobytes().hex() == "0000000200000000" + "0000" + "0002" + "00000004" + "0000000000000000"
-    assert link.immediates == [0, 0, 1, 0]
+    assert link.immediates == [1000, 2000, 2024, 3000]
     assert link.initiator.bound_count == 0
 
 
 def test_a_record_cannot_invalidate_and_bind_has_none() -> None:
     """the target instead writes a 24-octet completion record"""
     link = recorded()
-    both = link.initiator.with_records(link.initiator.load([100], 0, STAG, 0, 64, Flag.INVALIDATE), STAG, 0)
+    both = placed(link, link.initiator.load([100], 0, STAG, 0, 64, Flag.INVALIDATE), 0)
     link.run(both)
     assert both.status.tolist() == [Status.MALFORMED]
     (sent,) = link.session.receive(Bind(9, 100, 0, 0, 1, 0, Flag.RECORD).encode(), 0.0)
@@ -76,9 +84,10 @@ def test_records_need_a_binding_that_orders_writes(offers: Capability, wanted: C
     assert link.initiator.ack is not None
     assert link.initiator.ack.capabilities == 0
     with pytest.raises(ValueError, match="did not grant RECORD_COMPLETION"):
-        link.initiator.with_records(link.initiator.free([100], 0), STAG, 0)
+        link.initiator.with_records(link.initiator.free([100], 0))
     batch = link.initiator.load([101], 0, STAG, 0, 64)
-    batch.add_records(STAG, batch.block_offset)
+    batch.add_records()
+    batch.set_records(0, STAG, batch.block_offset)
     link.run(batch)
     assert batch.status.tolist() == [Status.UNSUPPORTED]
 

@@ -51,6 +51,6 @@ def test_records_come_with_an_immediate() -> None:
     """Completion records on these transports MUST be written with RDMA Write with Immediate, so that the initiator learns of completion
     from its completion queue rather than by polling memory."""
     link = ring_world().link(handles=4, capabilities=Capability.RECORD_COMPLETION, offers=Capability.RECORD_COMPLETION).greet()
-    (record,) = link.session.receive(Free(0x0102030405060708, 100, 0, 4, CompletionDescriptor(1, 2)).encode(), 0.0)
+    (record,) = link.session.receive(Free(9, 100, 0, 4, CompletionDescriptor(1, 0x0102030405060708)).encode(), 0.0)
     assert isinstance(record, Record)
     assert record.immediate == 0x05060708

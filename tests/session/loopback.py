@@ -34,6 +34,8 @@ from kbtp_core.fabric.api import (
 )
 from kbtp_core.protocol.ring import fetch_add
 
+WRITE_WITH_IMMEDIATE = 10  # as InfiniBand has it: the immediate comes after the data, and takes a receive
+
 
 class LoopbackRegion:
     def __init__(self, domain: LoopbackDomain, stag: int, pages: list[NDArray[np.uint8]], page_bytes: int, access: Access) -> None:
@@ -198,16 +200,18 @@ class LoopbackQp:
             self.terminate(0)
             return
         match op:
-            case Op.WRITE | Op.READ if length:
-                right = Access.REMOTE_WRITE if op == Op.WRITE else Access.REMOTE_READ
+            case Op.WRITE | Op.READ | 10 if length:  # 10: WRITE_WITH_IMMEDIATE
+                right = Access.REMOTE_READ if op == Op.READ else Access.REMOTE_WRITE
                 remote = self.fabric.region(stag, other.domain, offset, length, right)
                 if remote is None or local is None:
                     other.terminate(terminate_code(0, 1, 0))
                     return
-                if op == Op.WRITE:
+                if op in (Op.WRITE, WRITE_WITH_IMMEDIATE):
                     remote.write(offset, local.read(local_offset, length))
                 else:
                     local.write(local_offset, remote.read(offset, length))
+                if op == WRITE_WITH_IMMEDIATE and not other.announce(operand):
+                    return
             case Op.FETCH_ADD:
                 remote = self.fabric.region(stag, other.domain, offset, 8, Access.REMOTE_ATOMIC)
                 if remote is None:
@@ -242,6 +246,15 @@ class LoopbackQp:
             region.close()
             flags = CompletionFlag.INVALIDATED
         self.cq.push((wr_id, self.number, Op.RECEIVE, CompletionStatus.OK, flags, len(data), invalidate or 0, 0))
+        return True
+
+    def announce(self, immediate: int) -> bool:
+        """Take the immediate of a Write of the peer; False if it ended the connection."""
+        if not self.receives:
+            self.terminate(terminate_code(1, 2, 2))
+            return False
+        wr_id, *_ = self.receives.popleft()
+        self.cq.push((wr_id, self.number, Op.RECEIVE_IMMEDIATE, CompletionStatus.OK, 0, 0, 0, immediate))
         return True
 
     def attach_executor(self, executor: object, pool: object) -> None:
@@ -318,7 +331,8 @@ class LoopbackListener:
 class LoopbackFabric:
     name = "loopback"
 
-    def __init__(self) -> None:
+    def __init__(self, *, write_with_immediate: int | None = None) -> None:
+        self.write_with_immediate = write_with_immediate
         self.lock = threading.RLock()
         self.regions: dict[int, LoopbackRegion] = {}
         self.listeners: dict[tuple[str, int], LoopbackListener] = {}
