@@ -161,8 +161,9 @@ class Target:
 
         Returns the sessions that have effects to take (`TargetSession.take_effects`).
         """
-        for session in list(self.sessions.values()):
-            session.poll_tickets(now)
+        if self.direct is not None:
+            for session in self.sessions.values():
+                session.poll_tickets(now)
         if self._draining_count:
             drained = self._drained_indexes()
             if isinstance(self.pool, LentPool):

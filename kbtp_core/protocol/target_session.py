@@ -381,7 +381,8 @@ class TargetSession:
             self._lines[index] = deque()
         token = self._token(Loading(index, holds_line))
         data = request.data
-        self._emit(Write(entry.block_offset, entry.data_length, data.stag, data.offset, token, snapshot=holds_line))
+        may_change = holds_line or index in self._target.confined
+        self._emit(Write(entry.block_offset, entry.data_length, data.stag, data.offset, token, snapshot=may_change))
         self._succeed(request, entry)
 
     def _store(self, request: Store, index: int | None) -> None:

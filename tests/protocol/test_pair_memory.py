@@ -11,6 +11,7 @@ from kbtp_core.protocol.constants import Flag, Status
 from kbtp_core.protocol.pool import BlockState
 from kbtp_core.protocol.target import EntryState, HandleRanges
 from kbtp_core.protocol.wire import AllocStore, Completion, DataDescriptor, Free, Load, Store, parse
+from tests.protocol.test_draft_6_6 import direct_link
 from tests.protocol.test_pair_requests import put, ready
 from tests.protocol.world import STAG, lent_world, ring_world
 
@@ -49,6 +50,15 @@ def test_an_unsealed_block_is_written_from_a_snapshot_and_a_sealed_one_is_not() 
     assert link.session.receive(load.encode(), 0.0)[0].snapshot is True  # type: ignore[union-attr]
     load = Load(2, 101, 0, DataDescriptor(STAG, 0, 64))
     assert link.session.receive(load.encode(), 0.0)[0].snapshot is False  # type: ignore[union-attr]
+
+
+def test_a_block_that_its_writer_can_still_change_is_written_from_a_snapshot() -> None:
+    link = direct_link()
+    link.bind_taken(link.take_direct([b"sealed"]), [100])
+    load = Load(1, 100, 0, DataDescriptor(STAG, 0, 64))
+    assert link.session.receive(load.encode(), 0.0)[0].snapshot is True  # type: ignore[union-attr]
+    raw = np.frombuffer(load.encode(), np.uint8).reshape(1, 40)
+    assert link.session.receive_loads(raw, 0.0)[0].snapshot is True  # type: ignore[union-attr]
 
 
 def test_a_freed_block_stays_out_of_the_ring_while_a_write_reads_it() -> None:
