@@ -3,7 +3,7 @@
 Rules:
 1. A setting has a type, a default and a description; documentation and messages are derived from the declaration.
 2. Values come from a mapping (an engine's extra configuration, a file) and, where a class sets `env_prefix`, from the
-   environment; the mapping wins.
+   environment; the mapping wins. Without a prefix nothing is taken from the environment, where a name like HOST means something else.
 3. An unknown key is an error that names the nearest match, and a bad value is an error that names the setting and the
    value. Nothing is ignored.
 4. A secret is declared with `repr=False`; its value is in no message.
@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pydantic import ValidationError
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 from typing_extensions import Self
 
 from kbtp_core.errors import ConfigError
@@ -27,6 +27,18 @@ class Settings(BaseSettings):
     """Base of every configuration; instances do not change."""
 
     model_config = SettingsConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],  # noqa: ARG003
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """The mapping, then the environment if there is a prefix."""
+        return (init_settings, env_settings) if cls.model_config.get("env_prefix") else (init_settings,)
 
     @classmethod
     def read(cls, values: Mapping[str, Any], where: str) -> Self:

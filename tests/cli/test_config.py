@@ -72,3 +72,12 @@ def test_a_secret_is_in_no_message() -> None:
     with pytest.raises(ConfigError, match="a secret without a host") as bad_together:
         Lease.read({"secret": "hunt", "host": ""}, "the settings")
     assert "hunt" not in str(bad_value.value) + str(bad_together.value) + repr(Lease.read({"secret": "hunt"}, "the settings"))
+
+
+class Plain(Settings):
+    host: str = Field("127.0.0.1", description="Where to listen.")
+
+
+def test_without_a_prefix_nothing_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOST", "somebody-elses")
+    assert Plain.read({}, "the settings").host == "127.0.0.1"
