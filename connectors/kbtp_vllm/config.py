@@ -30,7 +30,9 @@ class ConnectorConfig(Settings):
     port: int = Field(0, ge=0, le=65535, description="Port of the first worker; the next workers take the next ports. 0: any free port.")
     lease_s: float = Field(30.0, gt=0, description="Seconds that prefill keeps a finished request's blocks for a decode that has not come.")
     load_timeout_s: float = Field(10.0, gt=0, description="Seconds after which decode gives a load up and recomputes.")
-    secret: str | None = Field(None, min_length=1, description="Shared secret of the trust domain; both engines prove that they have it.")
+    secret: str | None = Field(
+        None, min_length=1, repr=False, description="Shared secret of the trust domain; both engines prove that they have it."
+    )
     secret_file: Path | None = Field(None, description="A file that holds the secret (white space at both ends is dropped).")
     trust_domain: str = Field(
         "", max_length=255, description="Name of the secret: engines of one trust domain may read each other's blocks."
