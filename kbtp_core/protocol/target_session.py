@@ -33,7 +33,8 @@ from kbtp_core.protocol.table import Entry
 from kbtp_core.protocol.target_batch import free_lent, judge_loads, plain_frees, plain_loads
 from kbtp_core.protocol.target_grant import Expose
 from kbtp_core.protocol.target_greeting import Greeting
-from kbtp_core.protocol.target_operations import Loading, LoadingMany, Operation, Storing, check_bound, invalidated_stag
+from kbtp_core.protocol.target_operations import Loading, LoadingMany, Operation, Storing, invalidated_stag
+from kbtp_core.protocol.target_operations import check_bound as _check_bound
 from kbtp_core.protocol.wire import (
     AllocStore,
     Bind,
@@ -362,7 +363,7 @@ class TargetSession:
 
     def _load(self, request: Load, index: int | None) -> None:
         entry = None if index is None else self._target.table.entry(index)
-        status = check_bound(request, entry)
+        status = _check_bound(request, entry)
         if index in self._target.confined and not self._is_trusted(index):
             status = Status.NOT_PERMITTED
         if status is _OK:
@@ -390,7 +391,7 @@ class TargetSession:
         entry = None if index is None else self._target.table.entry(index)
         if not self._is_in_range(request.handle) or not isinstance(pool, BlockPool):
             status = Status.NOT_PERMITTED
-        elif (status := check_bound(request, entry)) is _OK:
+        elif (status := _check_bound(request, entry)) is _OK:
             assert entry is not None
             status = Status.SEALED if entry.is_sealed else self._check_size(request)
         if status is not _OK or index is None or entry is None or not isinstance(pool, BlockPool):
@@ -445,7 +446,7 @@ class TargetSession:
         if not self._is_in_range(request.handle) or is_lent and request.generation == 0:
             status = Status.NOT_PERMITTED
         else:
-            status = check_bound(request, entry)
+            status = _check_bound(request, entry)
         if status is not _OK or index is None:
             self._fail(request, status)
         elif is_lent:
