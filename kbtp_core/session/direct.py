@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kbtp_core.errors import DeadlineExceeded, KbtpError
+from kbtp_core.errors import DeadlineExceeded, KbtpError, SessionClosed
 from kbtp_core.fabric.api import WORK_REQUEST, Access, CompletionStatus, Op, ProtectionDomain, QueuePair, QueuePairClosed, Region, WrFlag
 from kbtp_core.protocol.constants import NO_STATUS, Status
 from kbtp_core.protocol.direct import DirectAllocator, DirectBatch, DirectKind, DirectLoad, DirectStore
@@ -151,9 +151,16 @@ class DirectOperations:
         if len(operations):
             self._unposted.append((pending, operations))
         elif isinstance(machine, DirectStore) and pending.bind is not None and len(machine.bindable):
-            pending.binding = pending.bind(machine.bindable)
+            self._bind(pending, machine, pending.bind)
         else:
             self._finish(pending, None)
+
+    def _bind(self, pending: PendingDirect, machine: DirectStore, bind: Callable[[NDArray[np.intp]], Any]) -> None:
+        try:
+            pending.binding = bind(machine.bindable)
+        except SessionClosed as error:  # somebody has said goodbye meanwhile: no new request is sent
+            machine.give_up()
+            self._finish(pending, error.with_traceback(None))
 
     def _finish(self, pending: PendingDirect, error: KbtpError | None) -> None:
         pending.scratch.close()

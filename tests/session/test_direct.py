@@ -9,9 +9,10 @@ import pytest
 
 from kbtp_core import _native
 from kbtp_core.errors import DeadlineExceeded, SessionClosed
-from kbtp_core.protocol import BlockState, Capability, DirectPolicy, Flag, Status
-from kbtp_core.session import InitiatorSession, TargetServer
+from kbtp_core.protocol import NO_STATUS, BlockState, Capability, DirectPolicy, Flag, Status
+from kbtp_core.session import BUFFER_ACCESS, InitiatorSession, TargetServer
 from tests.session.conftest import BLOCK, World, buffer, soon, wait_until
+from tests.session.test_fairness import FAR, Desk
 
 ALL = Capability.DIRECT_LOAD | Capability.DIRECT_ALLOC | Capability.MASKED_ATOMICS
 TRUSTED = DirectPolicy(load_domains=frozenset({"gpu"}), alloc_domains=frozenset({"gpu"}), ticket_timeout_s=5.0)
@@ -173,3 +174,18 @@ def test_a_direct_batch_has_a_deadline_too(world: World) -> None:
     with pytest.raises(DeadlineExceeded, match="1 of 1 blocks were not reached directly"):
         batch.wait()
     assert not region.is_valid
+
+
+def test_a_goodbye_between_write_and_bind_fails_the_batch_and_nothing_else() -> None:
+    desk = Desk(direct=TRUSTED)
+    core = desk.join(trust_domain="gpu", capabilities=int(ALL), quota=2)
+    region = core.pd.register(buffer(1), BUFFER_ACCESS)
+    pending = core.store_direct([1000], 0, region, 0, BLOCK, FAR, 0.0)
+    desk.core.shut_down(0.0)
+    for _ in range(12):
+        desk.listen_all()
+        desk.turn()
+    assert pending.done
+    assert isinstance(pending.error, SessionClosed)
+    assert pending.status.tolist() == [NO_STATUS]
+    desk.target.check_integrity()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from kbtp_core.fabric.api import Region
-from kbtp_core.protocol import BlockPool, BlockTable, Flag, HelloParameters, Status, Target, TargetLimits
+from kbtp_core.protocol import BlockPool, BlockTable, DirectPolicy, Flag, HelloParameters, Status, Target, TargetLimits
 from kbtp_core.session import BUFFER_ACCESS
 from kbtp_core.session.initiator_core import InitiatorCore, PendingBatch
 from kbtp_core.session.target_core import READS_IN_FLIGHT, TURN_COST, TargetCore
@@ -18,10 +20,13 @@ FAR = 1e9
 class Desk:
     """A target and initiators on the loopback, of which each moves only when it is told to."""
 
-    def __init__(self, *, blocks: int = 64, limits: TargetLimits = TargetLimits(outstanding=1000)) -> None:
+    def __init__(
+        self, *, blocks: int = 64, limits: TargetLimits = TargetLimits(outstanding=1000), direct: DirectPolicy | None = None
+    ) -> None:
         self.fabric = LoopbackFabric()
         memory = np.zeros(blocks * BLOCK, np.uint8)
-        self.target = Target(BlockPool(BLOCK, memory), BlockTable(4096, 1000), name="desk", incarnation=5, limits=limits)
+        table = BlockTable(4096, 1000)
+        self.target = Target(BlockPool(BLOCK, memory), table, name="desk", incarnation=5, limits=limits, direct=direct)
         self.cq: LoopbackCq = self.fabric.create_cq()
         self.core = TargetCore(self.fabric, self.cq, self.target, lambda pd: pd.register(memory, BUFFER_ACCESS), use_executor=False)  # type: ignore[arg-type]
         self.listener = self.fabric.listen("desk", 1, self.cq)
@@ -33,7 +38,7 @@ class Desk:
             self.core.admit(request, now)  # type: ignore[arg-type]
         self.core.process(self.cq.poll(), now)
 
-    def join(self, **wishes: int) -> InitiatorCore:
+    def join(self, **wishes: Any) -> InitiatorCore:
         cq = self.fabric.create_cq()
         parameters = HelloParameters(**{"quota": 8, "handle_count": 1024, "outstanding": 1000, "inline_bytes": 64, **wishes})
         core = InitiatorCore(self.fabric, cq, "desk", 1, parameters, incarnation=3)  # type: ignore[arg-type]
