@@ -180,12 +180,17 @@ def test_a_goodbye_between_write_and_bind_fails_the_batch_and_nothing_else() -> 
     desk = Desk(direct=TRUSTED)
     core = desk.join(trust_domain="gpu", capabilities=int(ALL), quota=2)
     region = core.pd.register(buffer(1), BUFFER_ACCESS)
+    asked = core.submit(core.protocol.load([1000], 0, region.stag, 0, BLOCK), None, FAR)  # keeps the session from ending at once
     pending = core.store_direct([1000], 0, region, 0, BLOCK, FAR, 0.0)
     desk.core.shut_down(0.0)
-    for _ in range(12):
+    for _ in range(8):
         desk.listen_all()
-        desk.turn()
+    assert not asked.done
     assert pending.done
     assert isinstance(pending.error, SessionClosed)
     assert pending.status.tolist() == [NO_STATUS]
+    for _ in range(4):
+        desk.turn()
+        desk.listen_all()
+    assert asked.status.tolist() == [Status.SHUTTING_DOWN]
     desk.target.check_integrity()
