@@ -147,6 +147,7 @@ class SimInitiator:
 
     def _check_over(self, core: InitiatorCore) -> None:
         assert not self._jobs, f"{self.name}: {len(self._jobs)} batches are not done, but the session is over"
+        assert "broke the protocol" not in str(core.error), f"{self.name}: {core.error}"
         self._check_slabs(range(SLABS))
         core.pd.close()
         self.cq.close()
@@ -401,7 +402,7 @@ class SimInitiator:
             self._check(job)
             at = job.slab * self._slab_bytes
             self._view[at : at + self._slab_bytes] = self._mark
-            if job.region is not None and self.sim.random.random() < 0.8:
+            if job.region is not None and self.sim.random.random() < self.world.shape.tidiness:
                 job.region.close()
             self._free_slabs.append(job.slab)
 

@@ -158,7 +158,7 @@ def test_a_completion_that_is_sent_before_its_data_is_noticed(monkeypatch: pytes
 
 
 def test_a_generation_that_is_not_compared_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    check = target_session._check_bound
+    check: Callable[[Any, Any], Status] = vars(target_session)["_check_bound"]
 
     def check_bound(request: Any, entry: Any) -> Status:
         status = check(request, entry)
