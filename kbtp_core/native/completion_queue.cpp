@@ -1,6 +1,5 @@
 #include "completion_queue.hpp"
 
-#include <poll.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
@@ -17,7 +16,8 @@ CompletionQueue::CompletionQueue() : event_fd_(::eventfd(0, EFD_NONBLOCK | EFD_C
 CompletionQueue::~CompletionQueue() { ::close(event_fd_); }
 
 void CompletionQueue::signal() {
-    if (signaled_) return;
+    filled_.notify_all();
+    if (signaled_ || !fd_wanted_) return;
     signaled_ = true;
     const u64 one = 1;
     [[maybe_unused]] auto n = ::write(event_fd_, &one, sizeof one);  // fails only when the counter is full, which is signaled too
@@ -47,23 +47,20 @@ std::size_t CompletionQueue::poll(std::span<Completion> out) {
 }
 
 bool CompletionQueue::wait(double timeout_s) {
-    const auto deadline =
-        Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(std::clamp(timeout_s, 0.0, 1e6)));
-    for (;;) {
-        {
-            std::lock_guard lock(mutex_);
-            if (!queue_.empty()) return true;
-            if (woken_) {
-                woken_ = false;
-                quiet();
-                return false;
-            }
-        }
-        const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now()).count();
-        if (left <= 0) return false;
-        pollfd p{event_fd_, POLLIN, 0};
-        ::poll(&p, 1, static_cast<int>(std::min<long>(left, 60'000)));
-    }
+    const auto timeout = std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(std::clamp(timeout_s, 0.0, 1e6)));
+    std::unique_lock lock(mutex_);
+    filled_.wait_for(lock, timeout, [this] { return !queue_.empty() || woken_; });
+    if (!queue_.empty()) return true;
+    woken_ = false;
+    quiet();
+    return false;
+}
+
+int CompletionQueue::fd() {
+    std::lock_guard lock(mutex_);
+    fd_wanted_ = true;
+    if (!queue_.empty()) signal();
+    return event_fd_;
 }
 
 void CompletionQueue::wake() {

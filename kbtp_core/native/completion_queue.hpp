@@ -1,9 +1,11 @@
 // A completion queue: filled by the progress thread (and, for sends that finish at once, by the thread that posted), emptied by anybody.
 //
 // It never overflows: every entry belongs to a posted request or to one of the two events of a queue pair, and those are bounded.
-// The eventfd is written on the change from empty to filled, so a burst of completions costs one wake-up.
+// A waiting thread is woken by a condition variable. The eventfd is for those who wait for several things at once: once `fd` was called
+// it is written on every change from empty to filled.
 #pragma once
 
+#include <condition_variable>
 #include <deque>
 #include <mutex>
 #include <span>
@@ -23,7 +25,7 @@ class CompletionQueue {
     std::size_t poll(std::span<Completion> out);
     bool wait(double timeout_s);
     void wake();
-    int fd() const { return event_fd_; }
+    int fd();
 
   private:
     void signal();  // with mutex_ held
@@ -31,7 +33,8 @@ class CompletionQueue {
 
     std::mutex mutex_;  // guards all below
     std::deque<Completion> queue_;
-    bool signaled_ = false, woken_ = false;
+    std::condition_variable filled_;
+    bool signaled_ = false, woken_ = false, fd_wanted_ = false;
     const int event_fd_;
 };
 

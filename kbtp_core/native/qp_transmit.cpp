@@ -15,7 +15,7 @@ namespace {
 
 // A burst is what one sendmsg is given: enough frames to make the call worth it, few enough that the CRC of the next burst is
 // computed while the peer takes this one.
-constexpr std::size_t kBurstBytes = 128 * 1024, kBurstFrames = 64, kBurstPieces = 512;
+constexpr std::size_t kBurstBytes = 64 * 1024, kBurstFrames = 64, kBurstPieces = 512;
 // Payloads up to this are copied beside their header: one piece instead of three, and nothing can change under the CRC.
 constexpr u32 kCopyPayload = 256;
 constexpr std::size_t kFrameArena = wire::kLengthField + wire::kUntaggedHeader + kCopyPayload + 3 + wire::kCrcField;

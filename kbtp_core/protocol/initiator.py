@@ -67,6 +67,11 @@ class InitiatorState(Enum):
     CLOSED = "closed"
 
 
+# Looked up once: an Enum's attributes are slow, and these are asked for with every completion.
+_START, _GREETING, _PROVING = InitiatorState.START, InitiatorState.GREETING, InitiatorState.PROVING
+_READY, _CLOSING, _CLOSED = InitiatorState.READY, InitiatorState.CLOSING, InitiatorState.CLOSED
+
+
 @dataclass(frozen=True)
 class HelloParameters:
     """What an initiator wishes for; see `Hello` for units."""
@@ -189,7 +194,7 @@ class Initiator:
     ) -> None:
         self.parameters = parameters
         self.peer = peer
-        self.state = InitiatorState.START
+        self.state = _START
         self.error: KbtpError | None = None
         self.ack: HelloAck | None = None
         """What the target granted, from READY on."""
@@ -212,34 +217,34 @@ class Initiator:
 
     def hello(self) -> bytes:
         """The first message of the session."""
-        self._expect(InitiatorState.START)
-        self.state = InitiatorState.GREETING
+        self._expect(_START)
+        self.state = _GREETING
         return self._hello().encode()
 
     def receive(self, message: bytes) -> list[bytes]:
         """Take one message of the target; returns messages to send. An error moves the session to CLOSED and sets `error`."""
-        if self.state is InitiatorState.CLOSED:
+        if self.state is _CLOSED:
             return []
         try:
             parsed = parse(message)
         except Malformed as error:
             return self._break(f"malformed message: {error}")
         match parsed:
-            case HelloAck() if self.state in (InitiatorState.GREETING, InitiatorState.PROVING):
+            case HelloAck() if self.state in (_GREETING, _PROVING):
                 return self._receive_ack(parsed, message)
-            case Completion() if self.state in (InitiatorState.GREETING, InitiatorState.PROVING) and parsed.status == Status.VERSION:
+            case Completion() if self.state in (_GREETING, _PROVING) and parsed.status == Status.VERSION:
                 return self._refuse(f"VERSION; the highest that it speaks is {parsed.data_length}")
             case Completion():
                 self.receive_completions(np.frombuffer(message, np.uint8).reshape(1, -1))
                 return []
-            case Goodbye() if self.state in (InitiatorState.READY, InitiatorState.CLOSING):
+            case Goodbye() if self.state in (_READY, _CLOSING):
                 return self._receive_goodbye(parsed)
             case _:
                 return self._break(f"unexpected {type(parsed).__name__} while {self.state.value}")
 
     def goodbye(self, status: int = Status.OK) -> bytes:
         """Announce the end: what is outstanding will still be answered, unsent requests are given up."""
-        self._expect(InitiatorState.READY)
+        self._expect(_READY)
         self._start_closing(f"the session with {self.peer} is closing")
         return Goodbye(status=status).encode()
 
@@ -253,7 +258,7 @@ class Initiator:
 
     def expect_ready(self) -> None:
         """Raise what ended the session unless it is ready."""
-        self._expect(InitiatorState.READY)
+        self._expect(_READY)
 
     # Requests --------------------------------------------------------------------------------------------------------
 
@@ -321,7 +326,7 @@ class Initiator:
 
     def draw_sequence(self) -> int:
         """A sequence number for a batch of LOADs that the provider's requester sends. Raises SessionClosed if the session is not ready."""
-        self._expect(InitiatorState.READY)
+        self._expect(_READY)
         return self._fresh_sequence()
 
     def answered_elsewhere(self, count: int) -> None:
@@ -360,8 +365,8 @@ class Initiator:
 
         An octet string that is no COMPLETION, or one that matches no outstanding request, closes the session.
         """
-        if self.state not in (InitiatorState.READY, InitiatorState.CLOSING):
-            if self.state is not InitiatorState.CLOSED:
+        if self.state not in (_READY, _CLOSING):
+            if self.state is not _CLOSED:
                 self._break(f"a completion while {self.state.value}")
             return []
         try:
@@ -373,7 +378,7 @@ class Initiator:
 
     def receive_records(self, raw: NDArray[np.uint8]) -> list[Batch]:
         """As `receive_completions` for completion records, (n, 24) octets, whose immediates have come."""
-        if self.state not in (InitiatorState.READY, InitiatorState.CLOSING):
+        if self.state not in (_READY, _CLOSING):
             return []
         return self._settle(decode_records(raw))
 
@@ -407,7 +412,7 @@ class Initiator:
 
     def _allot(self, handles: ArrayLike) -> tuple[NDArray[np.uint64], NDArray[np.uint64], int]:
         """The handles as an array, and fresh Request IDs for them."""
-        self._expect(InitiatorState.READY)
+        self._expect(_READY)
         wanted = np.atleast_1d(np.asarray(handles, np.uint64))
         if not 0 < len(wanted) < _SEQUENCES:
             raise ValueError(f"a batch of {len(wanted)} requests")
@@ -482,10 +487,10 @@ class Initiator:
     def _receive_ack(self, ack: HelloAck, octets: bytes) -> list[bytes]:
         if ack.request_id != 0:
             return self._break(f"HELLO_ACK for request {ack.request_id:#x}")
-        if ack.status == Status.UNAUTHENTICATED and self.state is InitiatorState.GREETING:
+        if ack.status == Status.UNAUTHENTICATED and self.state is _GREETING:
             if self._secret is None:
                 return self._refuse(f"UNAUTHENTICATED. Configure the secret of trust domain {self.parameters.trust_domain!r}")
-            self.state = InitiatorState.PROVING
+            self.state = _PROVING
             return [proved(replace(self._hello(), request_id=0), ack.nonce, self._secret).encode()]
         if ack.status != Status.OK:
             return self._refuse(_WAY_OUT.get(ack.status, status_name(ack.status)))
@@ -494,7 +499,7 @@ class Initiator:
         if ack.outstanding == 0 or ack.block_bytes == 0 or ack.incarnation == 0 or ack.capabilities & ~int(self.parameters.capabilities):
             return self._break("a HELLO_ACK that grants nothing, or more than was asked for")
         self.ack = ack
-        self.state = InitiatorState.READY
+        self.state = _READY
         return []
 
     def _receive_goodbye(self, goodbye: Goodbye) -> list[bytes]:
@@ -502,16 +507,16 @@ class Initiator:
         return []
 
     def _start_closing(self, reason: str) -> None:
-        if self.state is InitiatorState.READY:
-            self.state = InitiatorState.CLOSING
+        if self.state is _READY:
+            self.state = _CLOSING
             self.error = SessionClosed(reason)
         for batch in list(self._unsent):
             self.abandon(batch)
         self._close_if_answered()
 
     def _close_if_answered(self) -> None:
-        if self.state is InitiatorState.CLOSING and self.outstanding_count == 0 and self.elsewhere_count == 0:
-            self.state = InitiatorState.CLOSED
+        if self.state is _CLOSING and self.outstanding_count == 0 and self.elsewhere_count == 0:
+            self.state = _CLOSED
 
     def _refuse(self, text: str) -> list[bytes]:
         self._fail(SessionRefused(f"target {self.peer} answered HELLO with {text}."))
@@ -524,7 +529,7 @@ class Initiator:
     def _fail(self, error: KbtpError) -> None:
         if self.error is None:
             self.error = error
-        self.state = InitiatorState.CLOSED
+        self.state = _CLOSED
         self._unsent.clear()
         self._batches.clear()
         self.outstanding_count = 0

@@ -52,6 +52,8 @@ from kbtp_core.session.loads import PendingLoads, post_loads
 from kbtp_core.session.records import RecordSlots
 from kbtp_core.session.slots import ReceiveRows, SendRows
 
+_START, _GREETING, _READY = InitiatorState.START, InitiatorState.GREETING, InitiatorState.READY
+_CLOSING, _CLOSED = InitiatorState.CLOSING, InitiatorState.CLOSED
 _FEW: Final = 4  # completions that cost less one by one than as arrays
 _LOADS: Final = int(Op.LOADS)
 _RECEIVE: Final = int(Op.RECEIVE)
@@ -158,7 +160,7 @@ class InitiatorCore:
 
     @property
     def is_ready(self) -> bool:
-        return self.protocol.state is InitiatorState.READY
+        return self.protocol.state is _READY
 
     @property
     def error(self) -> KbtpError | None:
@@ -172,7 +174,7 @@ class InitiatorCore:
 
     @property
     def is_over(self) -> bool:
-        return self.is_disconnected or self.protocol.state is InitiatorState.CLOSED
+        return self.is_disconnected or self.protocol.state is _CLOSED
 
     def start(self) -> None:
         self.qp.post_receive(self._greetings.requests(np.arange(_GREETINGS, dtype=np.int64)))
@@ -438,8 +440,8 @@ class InitiatorCore:
     def _settle_after(self, before: InitiatorState) -> None:
         """The protocol has left the state `before`: fail what will get no answer, and close what is over."""
         state = self.protocol.state
-        if state in (InitiatorState.CLOSING, InitiatorState.CLOSED):
-            over = state is InitiatorState.CLOSED
+        if state in (_CLOSING, _CLOSED):
+            over = state is _CLOSED
             for sequence in list(self._loads) if over else ():
                 self._end_loads(sequence, self.error or SessionClosed(f"the session with {self.peer} has ended"))
             if over:
@@ -449,7 +451,7 @@ class InitiatorCore:
                     del self._pending[pending.batch.sequence]
                     is_whole = not np.count_nonzero(pending.batch.status == NO_STATUS)
                     pending.finish(None if is_whole else self.error or SessionClosed(f"the session with {self.peer} has ended"))
-        if state is InitiatorState.CLOSED and before is not InitiatorState.CLOSED and not self.is_disconnected:
+        if state is _CLOSED and before is not _CLOSED and not self.is_disconnected:
             self.qp.close()
 
     def _on_other(self, completion: tuple[Any, ...]) -> None:
@@ -463,7 +465,7 @@ class InitiatorCore:
                 if self.protocol.state is not before:
                     self._settle_after(before)
         elif op == Op.CONNECTED:
-            if before is InitiatorState.START:
+            if before is _START:
                 self._send_control(self.protocol.hello())
         elif op == Op.DISCONNECTED:
             self.is_disconnected = True

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from kbtp_core.errors import KbtpError
 from kbtp_core.fabric.api import Array, LoadRequests, Region, Requester
-from kbtp_core.protocol.constants import NO_STATUS, Status
+from kbtp_core.protocol.constants import NO_STATUS
 
 
 class PendingLoads:
@@ -34,7 +34,12 @@ class PendingLoads:
         self._results: Array | None = None
 
     def _now(self) -> Array:
-        return self._requests.results() if self._results is None else self._results
+        if self._results is not None:
+            return self._results
+        results = self._requests.results()
+        if self.done:  # they do not change any more
+            self._results = results
+        return results
 
     @property
     def status(self) -> NDArray[np.uint16]:
@@ -59,7 +64,7 @@ class PendingLoads:
     @property
     def ok(self) -> bool:
         """Done, and every request was answered OK."""
-        return self.done and self.error is None and not np.count_nonzero(self.status != int(Status.OK))
+        return self.done and self.error is None and not np.count_nonzero(self._now()["status"])  # Status.OK is zero
 
     @property
     def unanswered_count(self) -> int:
@@ -67,7 +72,6 @@ class PendingLoads:
 
     def finish(self, error: KbtpError | None) -> None:
         """Done: results stay as they are now, whatever still arrives."""
-        self._results = self._requests.results()
         self.error = error
         self.done = True
 
