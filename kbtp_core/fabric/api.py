@@ -239,6 +239,14 @@ class Executor(Protocol):
         """
 
 
+@runtime_checkable
+class ReportsReaders(Protocol):
+    """A queue pair that can say which blocks its executor still reads, so that a reader that never ends can be fenced."""
+
+    def reading(self) -> NDArray[np.uint64]:
+        """Table entries (indexes) whose native LOADs of this pair are not wholly sent; one may come several times."""
+
+
 LOAD_RESULT = np.dtype(
     [("status", "u2"), ("generation", "u2"), ("data_length", "u4"), ("block_offset", "u8"), ("checksum", "u4"), ("reserved", "u4")]
 )

@@ -224,6 +224,9 @@ class QueuePair:
         self._keep += [executor, pool]
         self.native.attach_executor(executor.native, pool.native)
 
+    def reading(self) -> NDArray[np.uint64]:
+        return np.array(self.native.reading(), np.uint64)
+
     def create_requester(self, credit: int) -> Requester:
         self.native.enable_loads(credit)
         return Requester(self.native)

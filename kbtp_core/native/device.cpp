@@ -85,6 +85,7 @@ void Device::run() {
         for (auto& [number, pair] : pairs_) pairs.push_back(pair);
     }
     for (auto& pair : pairs) pair->end(0, 0, Status::ok);
+    listeners_.clear();
     graveyard_.clear();
     timed_.clear();
 }
@@ -153,6 +154,10 @@ void Device::forget(QueuePair& qp) {
     if (it == pairs_.end()) return;
     graveyard_.push_back(it->second);
     pairs_.erase(it);
+}
+
+void Device::forget(const Listener& listener) {
+    std::erase_if(listeners_, [&](const auto& known) { return known.get() == &listener; });
 }
 
 // Small messages must not wait for each other; a vanished peer must not hold a socket for ever.

@@ -46,6 +46,7 @@ class Device : public std::enable_shared_from_this<Device> {
     void watch(int fd, Pollable* who, u32 events);
     void unwatch(int fd);
     void forget(QueuePair& qp);
+    void forget(const Listener& listener);
     void time(std::shared_ptr<Pollable> who);  // its `deadline` is kept from now on
     void keep_until_idle(std::shared_ptr<Pollable> who) { graveyard_.push_back(std::move(who)); }
 
@@ -73,6 +74,7 @@ class Device : public std::enable_shared_from_this<Device> {
     std::unordered_map<u32, std::shared_ptr<QueuePair>> pairs_;
 
     // Progress thread only.
+    std::vector<std::shared_ptr<Listener>> listeners_;
     std::vector<std::weak_ptr<Pollable>> timed_;
     std::vector<std::shared_ptr<Pollable>> graveyard_;  // ended during this round of events, whose pointers may still be in it
     std::thread thread_;

@@ -70,7 +70,10 @@ std::shared_ptr<Listener> Device::listen(const std::string& host, u16 port, std:
     socklen_t size = sizeof bound;
     ::getsockname(fd, reinterpret_cast<sockaddr*>(&bound), &size);
     auto listener = std::make_shared<Listener>(shared_from_this(), fd, host, port_of(bound), std::move(cq), startup_timeout_s, backlog);
-    submit([this, listener, fd] { watch(fd, listener.get(), EPOLLIN); });
+    submit([this, listener, fd] {
+        listeners_.push_back(listener);  // epoll holds a plain pointer: whoever forgets to close a listener must not free it
+        watch(fd, listener.get(), EPOLLIN);
+    });
     return listener;
 }
 
@@ -157,6 +160,7 @@ void Listener::close() {
         ::close(self->fd_);
         self->fd_ = -1;
         for (const auto& pending : std::vector(self->starting_)) pending->on_deadline();
+        self->device_->forget(*self);
         self->device_->keep_until_idle(self);
     });
     if (!running && fd_ >= 0) ::close(std::exchange(fd_, -1));  // the progress thread is gone

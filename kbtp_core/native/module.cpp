@@ -137,6 +137,7 @@ void bind_queue_pair(nb::module_& m) {
         .def("post_send", [](QueuePair& q, nb::handle a) { return post<WorkRequest>(a, [&](auto r) { return q.post_send(r); }); })
         .def("post_receive", [](QueuePair& q, nb::handle a) { return post<ReceiveRequest>(a, [&](auto r) { return q.post_receive(r); }); })
         .def("attach_executor", &QueuePair::attach_executor)
+        .def("reading", &QueuePair::reading)
         .def("enable_loads", &QueuePair::enable_loads)
         .def("post_loads", &post_loads)
         .def("abandon_loads", &QueuePair::abandon_loads, nb::call_guard<nb::gil_scoped_release>())

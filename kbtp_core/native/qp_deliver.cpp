@@ -234,8 +234,10 @@ void QueuePair::fail(wire::TerminateCode code) {
     std::lock_guard lock(tx_mutex_);
     state_.store(State::terminating);
     terminate_value_ = code.packed();
-    if (current_ && current_->owner == Owner::executor_write) executor_->done(current_->owner_id);
-    current_.reset();  // between frames: what is left of its message is never sent
+    // What is left of the current message is never sent, but frames of it may be in the burst that the socket still has to take: its
+    // memory is let go with that burst, not now.
+    if (current_ && current_->owner == Owner::executor_write) burst_.finished.push_back(std::move(*current_));
+    current_.reset();
     terminate_ = std::move(m);
     set_deadline(kTerminateLinger);
     if (!write_armed_) pump_and_arm(0);

@@ -140,6 +140,18 @@ void QueuePair::attach_executor(std::shared_ptr<Executor> executor, RegionPtr po
     has_executor_ = true;
 }
 
+std::vector<u64> QueuePair::reading() {
+    std::lock_guard lock(tx_mutex_);
+    std::vector<u64> entries;
+    const auto add = [&](const Message& m) {
+        if (m.owner == Owner::executor_write) entries.push_back(m.owner_id);
+    };
+    for (const Message& m : burst_.finished) add(m);
+    for (const Message& m : replies_) add(m);
+    if (current_) add(*current_);
+    return entries;
+}
+
 void QueuePair::close(double timeout_s) {
     device_->submit([self = shared_from_this(), timeout_s] {
         const State s = self->state_.load();

@@ -68,6 +68,8 @@ class QueuePair : public Pollable, public std::enable_shared_from_this<QueuePair
     void accept(std::vector<u8> private_data);
     Posted post_send(std::span<const WorkRequest> requests);
     Posted post_receive(std::span<const ReceiveRequest> requests);
+    // Table entries whose blocks native LOADs of this pair still read.
+    std::vector<u64> reading();
     void attach_executor(std::shared_ptr<Executor> executor, RegionPtr pool);
     // LOADs that the requester sends; `credits` is how many may be outstanding at once. A batch ends in one completion.
     void enable_loads(u32 credits);

@@ -111,10 +111,12 @@ class Lane:
         self._report = report
         self._count_repeated = count_repeated
         self._session: InitiatorSession | None = None
+        self._session_since = 0.0
         self._pulls: list[Pull] = []
         self._idle_since = time.monotonic()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._connector: threading.Thread | None = None  # while a session is being made
+        self._closers: list[threading.Thread] = []  # saying goodbye; each is bounded
         self._lock = threading.Lock()  # guards the five below
         self._new: deque[Pull] = deque()
         self._cancelled: set[str] = set()
@@ -130,6 +132,10 @@ class Lane:
         """Ended, or ending: takes no more pulls."""
         with self._lock:
             return self._is_over or self._is_stopping
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
 
     def start(self) -> None:
         self._thread.start()
@@ -272,14 +278,21 @@ class Lane:
     def _finish(self, pull: Pull, error: str) -> None:
         """Fence the pull's memory, free its handles, report it."""
         self._pulls.remove(pull)
-        self._fence(pull)
         pull.error = error
-        if self._session is not None and self._session.is_open and self._session.target.incarnation == pull.incarnation:
-            try:
-                self._session.free(pull.handles, pull.generations, deadline=time.monotonic() + _FREE_S)
-            except SessionClosed:
-                _log.debug("the handles of request %s are left to their lease: the session with %s ended", pull.request_id, self._peer)
-        self._report(pull, time.monotonic() - pull.started_at)
+        try:
+            self._fence(pull)
+            self._free(pull)
+        finally:
+            self._report(pull, time.monotonic() - pull.started_at)
+
+    def _free(self, pull: Pull) -> None:
+        session = self._session
+        if session is None or not session.is_open or not pull.handles.size or session.target.incarnation != pull.incarnation:
+            return
+        try:
+            session.free(pull.handles, pull.generations, deadline=time.monotonic() + _FREE_S)
+        except (KbtpError, FabricError, ValueError) as problem:
+            _log.debug("the handles of request %s are left to their lease: %s", pull.request_id, problem)
 
     def _fence(self, pull: Pull) -> None:
         """After this nothing touches the destination, whatever is still on its way."""
@@ -294,7 +307,7 @@ class Lane:
 
     @property
     def _peer(self) -> str:
-        name = f" ({self._session.target.target_name})" if self._session is not None and self._session.target.target_name else ""
+        name = f" ({self._session.target.target_name!r})" if self._session is not None and self._session.target.target_name else ""
         return f"prefill worker {self._host}:{self._port}{name}"
 
     def _has_session(self, pull: Pull) -> bool:
@@ -305,9 +318,14 @@ class Lane:
                 self._connector.start()
             return False
         found = self._session.target.incarnation
-        if found != pull.incarnation:
-            raise KbtpError(f"{self._peer} was restarted since it offered the blocks (incarnation {found:#x}, not {pull.incarnation:#x})")
-        return True
+        if found == pull.incarnation:
+            return True
+        is_needed = any(other.batch is not None for other in self._pulls)
+        if self._session_since < pull.started_at and not is_needed:
+            # Either the blocks or this session are of an earlier life: a host that crashed says no goodbye. A new session tells.
+            self._drop_session()
+            return self._has_session(pull)
+        raise KbtpError(f"{self._peer} was restarted since it offered the blocks (incarnation {found:#x}, not {pull.incarnation:#x})")
 
     def _run_connector(self) -> None:
         """The connector's thread."""
@@ -325,7 +343,7 @@ class Lane:
         self._connector.join()
         self._connector = None
         if isinstance(connected, InitiatorSession):
-            self._session = connected
+            self._session, self._session_since = connected, time.monotonic()
             return
         for pull in list(self._pulls):
             self._finish(pull, str(connected))
@@ -360,10 +378,8 @@ class Lane:
 
     def _lose_session(self) -> None:
         """The session is over: every pull fences its memory and asks again on a new one, or gives up."""
-        session, self._session = self._session, None
-        reason = session.error if session is not None else None
-        if session is not None:
-            threading.Thread(target=session.close, args=(0.5,), name="kbtp-close", daemon=True).start()
+        reason = self._session.error if self._session is not None else None
+        self._drop_session()
         for pull in list(self._pulls):
             if pull.batch is not None:
                 pull.loaded[pull.asked[self._is_whole(pull.batch)]] = True
@@ -373,6 +389,13 @@ class Lane:
             self._count_repeated(pull.missing.size)
             if pull.attempts >= _ATTEMPTS:
                 self._finish(pull, f"prefill worker {self._host}:{self._port} lost {pull.attempts} sessions: {reason}")
+
+    def _drop_session(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            self._closers = [closer for closer in self._closers if closer.is_alive()]
+            self._closers.append(threading.Thread(target=session.close, args=(0.5,), name="kbtp-close", daemon=True))
+            self._closers[-1].start()
 
     # Waiting -----------------------------------------------------------------------------------------------------------
 
@@ -392,18 +415,23 @@ class Lane:
                 os.eventfd_read(self._wake_fd)
 
     def _end(self) -> None:
+        """Report every pull, then end everything; each step is taken whatever becomes of the others."""
         with self._lock:
             self._is_over = True
             self._pulls.extend(self._new)
             self._new.clear()
-        if self._connector is not None:
-            self._connector.join()  # bounded by _CONNECT_S
-            with self._lock:
-                connected, self._connected = self._connected, None
-            if isinstance(connected, InitiatorSession):
-                connected.close()
         for pull in list(self._pulls):
-            self._finish(pull, "the sink was closed")
-        if self._session is not None:
-            self._session.close()
+            try:
+                self._finish(pull, "the sink was closed")
+            except Exception:
+                _log.exception("the pull of request %s did not end cleanly", pull.request_id)
+        if self._connector is not None:
+            self._connector.join()
+        with self._lock:
+            connected, self._connected = self._connected, None
+        for session in (connected, self._session):
+            if isinstance(session, InitiatorSession):
+                session.close()
+        for closer in self._closers:
+            closer.join()
         os.close(self._wake_fd)

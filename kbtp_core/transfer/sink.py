@@ -75,6 +75,7 @@ class PullSink:
         self._settings = LaneSettings(memory, check_descriptor, secret, trust_domain, name, secrets.randbits(63) | 1)
         self._lock = threading.Lock()  # guards all below
         self._lanes: dict[tuple[str, int], Lane] = {}
+        self._ending: list[Lane] = []  # over, but their threads may still say goodbye
         self._active: dict[str, Lane] = {}
         self._finished: list[PullResult] = []
         self._stats = {"pulls": 0, "pulls_failed": 0, "blocks_loaded": 0, "bytes_loaded": 0, "loads_repeated": 0}
@@ -95,11 +96,13 @@ class PullSink:
     ) -> None:
         """Load each handle into the block beside it, then free all handles. A block of FREE_ONLY is not loaded.
 
-        Ends in exactly one `PullResult`, within `timeout_s`. Raises ValueError for lists of unequal length, a block that does not
-        exist, or a request that is being pulled already.
+        Ends in exactly one `PullResult`, within `timeout_s`. Raises ValueError for lists of unequal length, a generation of zero, a
+        block that does not exist, or a request that is being pulled already.
         """
         if not handles.size == generations.size == blocks.size:
             raise ValueError(f"{handles.size} handles, {generations.size} generations and {blocks.size} blocks")
+        if not generations.all():
+            raise ValueError(f"request {request_id} has a handle with generation 0, which would accept anybody's block")
         pages = self._memory.pages_of(blocks[blocks != FREE_ONLY])
         pull = Pull(request_id, incarnation, handles, generations, blocks, pages, timeout_s)
         with self._lock:
@@ -135,7 +138,7 @@ class PullSink:
         atexit.unregister(self.close)
         with self._lock:
             self._is_closed = True
-            lanes = list(self._lanes.values())
+            lanes = [*self._lanes.values(), *self._ending]
         for lane in lanes:
             lane.stop()
         for lane in lanes:
@@ -147,13 +150,17 @@ class PullSink:
         lane = self._lanes.get((host, port))
         if lane is not None and not lane.is_over:
             return lane
+        if lane is not None:
+            self._ending.append(lane)
+        self._ending = [one for one in self._ending if one.is_alive]
         if len(self._lanes) >= LANE_LIMIT:
+            self._ending += [one for one in self._lanes.values() if one.is_over]
             self._lanes = {address: one for address, one in self._lanes.items() if not one.is_over}
         if len(self._lanes) >= LANE_LIMIT:
             raise ValueError(f"this sink talks to {LANE_LIMIT} prefill workers already; {host}:{port} would be one more")
         lane = Lane(self._fabric, host, port, self._settings, self._report, self._count_repeated)
-        self._lanes[host, port] = lane
         lane.start()
+        self._lanes[host, port] = lane
         return lane
 
     def _count_repeated(self, count: int) -> None:

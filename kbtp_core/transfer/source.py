@@ -26,6 +26,7 @@ from kbtp_core.protocol.table import BlockTable
 from kbtp_core.protocol.target import Target
 from kbtp_core.session.target import TargetServer
 from kbtp_core.transfer.descriptor import DESCRIPTOR_HANDLES, DESCRIPTOR_PIECE_BYTES
+from kbtp_core.transfer.ledger import generations_before
 from kbtp_core.transfer.memory import PagedMemory
 
 _log = logging.getLogger(__name__)
@@ -114,17 +115,18 @@ class PullSource:
             if request_id in self._offers:
                 raise ValueError(f"request {request_id} is on offer already")
             size = self._memory.block_bytes
-            bound = self._server.bind(handles, blocks.astype(np.uint64) * np.uint64(size), np.full(handles.size, size), sealed=True)
+            expected = generations_before(generations)
+            found = self._target.table.lookup(handles)["generation"].astype(np.uint16)
+            if not np.array_equal(found, expected):
+                raise ValueError(
+                    f"request {request_id}: the table is at generations {found.tolist()}, foretold was {expected.tolist()} before binding"
+                )
+            self._server.bind(handles, blocks.astype(np.uint64) * np.uint64(size), np.full(handles.size, size), sealed=True)
             names = [int(handle) for handle in handles]
             self._offers[request_id] = _Offer(request_id, set(names), self._clock() + self._lease_s)
             self._request_of.update(dict.fromkeys(names, request_id))
             self._stats["requests_offered"] += 1
             self._stats["blocks_offered"] += len(names)
-            if not np.array_equal(bound, generations):
-                self._server.reclaim(handles)
-                raise ValueError(
-                    f"request {request_id}: the table is at generations {bound.tolist()}, foretold were {generations.tolist()}"
-                )
 
     def withdraw(self, request_id: str) -> None:
         """Take an offer back: late LOADs are refused from now on. The blocks are released once nothing reads them."""
@@ -136,6 +138,7 @@ class PullSource:
     def take_released(self) -> list[str]:
         """Requests whose blocks nobody can read any more, each once. Also ends the leases that have run out."""
         released: list[str] = []
+        self._server.check()
         with self._lock:
             self._expire()
             for handle in self._server.take_drained().tolist():

@@ -266,6 +266,25 @@ def test_readers_are_gone_once_the_connection_is(how: str) -> None:
             assert it.readers(0) + it.readers(1) == 0
 
 
+def test_a_block_is_not_given_up_while_its_octets_wait_in_a_burst_behind_an_error() -> None:
+    """The reader count falls only when the socket has the octets, also when a Terminate cuts the message short."""
+    with target(block_bytes=16 << 20) as it:
+        it.bind(0, length=16 << 20)
+        peer, end = it.connect(buffer_bytes=1 << 16)
+        with closing(peer):
+            peer.send(send(load(BASE, room=16 << 20), 1))
+            peer.receive(verify=False)
+            wait_until(lambda: it.readers(0) == 1)
+            assert end.qp.reading().tolist() == [0]
+            peer.send(Untagged(0xC, 2, b""))  # no such opcode
+            time.sleep(0.2)
+            assert it.readers(0) == 1  # the socket still has to take octets of the block
+            peer.read_to_end()
+            end.drain()
+            assert it.readers(0) == 0
+            assert end.qp.reading().tolist() == []
+
+
 def test_a_pool_that_is_closed_is_read_no_more() -> None:
     with target(block_bytes=16 << 20) as it:
         it.bind(0, length=16 << 20)

@@ -204,7 +204,10 @@ def test_an_offer_whose_generation_was_not_foretold_is_refused_and_not_served() 
         handles, generations = w.ledger.take(1)
         with pytest.raises(ValueError, match="foretold"):
             w.source.offer("r", handles, generations + np.uint16(1), np.array([1]))
-        assert w.released() == ["r"]
+        assert w.source.stats()["requests_on_offer"] == 0
+        w.source.offer("r", handles, generations, np.array([1]))
+        w.pull("r", (handles, generations), [2])
+        assert w.result().ok
 
 
 def test_a_descriptor_that_does_not_fit_is_refused_with_the_limit() -> None:
@@ -254,3 +257,31 @@ def test_a_pull_that_loses_its_session_is_finished_on_a_new_one() -> None:
         result = w.result()
         assert (result.ok, result.error, result.blocks) == (True, "", 63)
         assert all(w.decode.block(i) == w.prefill.block(i) for i in range(64))
+
+
+def test_a_pull_without_handles_ends_and_disturbs_nobody() -> None:
+    with world() as w:
+        nothing = (np.zeros(0, np.uint64), np.zeros(0, np.uint16))
+        w.pull("empty", nothing, [])
+        w.pull("empty too", nothing, [])
+        w.pull("r", w.offer("r", [1]), [1])
+        assert {result.request_id: result.ok for result in w.results(3)} == {"empty": True, "empty too": True, "r": True}
+
+
+def test_a_generation_of_zero_is_refused_because_it_would_accept_anything() -> None:
+    with world() as w:
+        handles, generations = w.offer("r", [1])
+        with pytest.raises(ValueError, match="generation 0"):
+            w.pull("r", (handles, generations * 0), [1])
+
+
+def test_a_session_of_an_earlier_life_is_replaced_before_a_pull_is_refused() -> None:
+    """A prefill whose host crashed says no goodbye: the old session looks alive."""
+    with world() as w:
+        w.pull("first", w.offer("first", [0]), [0])
+        assert w.result().ok
+        lane = w.sink._lanes[w.source.address]
+        assert lane._session is not None
+        object.__setattr__(lane._session.target, "incarnation", 12345)
+        w.pull("r", w.offer("r", [1]), [1])
+        assert w.result().ok

@@ -52,7 +52,7 @@ class World:
     def pull(self, request_id: str, offered: tuple[np.ndarray, np.ndarray], into: list[int], timeout_s: float = 5.0, **other: int) -> None:
         host, port = self.source.address
         incarnation = other.get("incarnation", self.source.incarnation)
-        self.sink.pull(request_id, host, other.get("port", port), incarnation, *offered, np.array(into), timeout_s=timeout_s)
+        self.sink.pull(request_id, host, other.get("port", port), incarnation, *offered, np.array(into, np.int64), timeout_s=timeout_s)
 
     def result(self, timeout_s: float = 10.0) -> PullResult:
         return self.results(1, timeout_s)[0]
