@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from kbtp_core.fabric.api import Access, Executor, Op, QueueLimits, WrFlag
+from kbtp_core.fabric.api import Access, Executor, Op, QueueLimits, ReportsReaders, WrFlag
 from tests.fabric.peer import Peer, closing, dial
 from tests.fabric.wire import Opcode, StartUp, Tagged, Terminate, Untagged, send, write
 from tests.fabric.world import End, Memory, Node, node, pattern, request
@@ -275,6 +275,7 @@ def test_a_block_is_not_given_up_while_its_octets_wait_in_a_burst_behind_an_erro
             peer.send(send(load(BASE, room=16 << 20), 1))
             peer.receive(verify=False)
             wait_until(lambda: it.readers(0) == 1)
+            assert isinstance(end.qp, ReportsReaders)
             assert end.qp.reading().tolist() == [0]
             peer.send(Untagged(0xC, 2, b""))  # no such opcode
             time.sleep(0.2)
