@@ -2,7 +2,8 @@
 
 1. Operations of all batches go out in order, at most `DIRECT_DEPTH` at once; each is signaled, and they complete in the order posted.
 2. The next round of a batch starts when its last one has completed whole; a BIND is sent after its block's Write.
-3. A batch whose deadline passes is fenced: its data region and its scratch are closed before it fails.
+3. A batch with operations under way is fenced before it fails, be it overdue or its session at the end: its data region and its
+   scratch are closed, so that no Read lands in memory that was reported done.
 """
 
 from __future__ import annotations
@@ -128,9 +129,10 @@ class DirectOperations:
         )
 
     def fail_all(self, error: KbtpError) -> None:
-        """The session has ended."""
+        """The session has ended, though the connection may not have yet: fence every batch, then fail it."""
         self._unposted.clear()
         for pending in list(self._batches):
+            pending.region.close()
             self._finish(pending, error)
 
     def _submit(

@@ -4,7 +4,8 @@
    credit is used again: a peer never finds none.
 2. A batch whose deadline passes is fenced: its region is closed, so that nothing lands there any more, and only then it fails.
    What is outstanding of it keeps its credit until it is answered.
-3. After the session's end every batch is done, with the answers that came and an error.
+3. After the session's end every batch is done, with the answers that came and an error; one that lacks answers is fenced first, as
+   the connection may outlive the session.
 """
 
 from __future__ import annotations
@@ -450,6 +451,8 @@ class InitiatorCore:
                 if over or pending.batch.is_done:
                     del self._pending[pending.batch.sequence]
                     is_whole = not np.count_nonzero(pending.batch.status == NO_STATUS)
+                    if over and not is_whole and pending.region is not None:
+                        pending.region.close()
                     pending.finish(None if is_whole else self.error or SessionClosed(f"the session with {self.peer} has ended"))
         if state is _CLOSED and before is not _CLOSED and not self.is_disconnected:
             self.qp.close()

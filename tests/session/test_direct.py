@@ -10,6 +10,8 @@ import pytest
 from kbtp_core import _native
 from kbtp_core.errors import DeadlineExceeded, SessionClosed
 from kbtp_core.protocol import NO_STATUS, BlockState, Capability, DirectPolicy, Flag, Status
+from kbtp_core.protocol.effects import Send
+from kbtp_core.protocol.wire import Completion
 from kbtp_core.session import BUFFER_ACCESS, InitiatorSession, TargetServer
 from tests.session.conftest import BLOCK, World, buffer, soon, wait_until
 from tests.session.test_fairness import FAR, Desk
@@ -194,3 +196,33 @@ def test_a_goodbye_between_write_and_bind_fails_the_batch_and_nothing_else() -> 
         desk.listen_all()
     assert asked.status.tolist() == [Status.SHUTTING_DOWN]
     desk.target.check_integrity()
+
+
+def test_a_goodbye_fences_a_direct_batch_that_is_under_way() -> None:
+    desk = Desk(direct=TRUSTED)
+    core = desk.join(trust_domain="gpu", capabilities=int(ALL), quota=2)
+    region = core.pd.register(buffer(1), BUFFER_ACCESS)
+    pending = core.load_direct(np.full(300, 1000), 0, region, 0, BLOCK, FAR, 0.0)  # more than may be outstanding at once
+    desk.core.shut_down(0.0)
+    desk.listen_all()
+    assert pending.done
+    assert isinstance(pending.error, SessionClosed)
+    assert not region.is_valid
+
+
+def test_a_broken_protocol_fences_the_batches_that_lack_answers() -> None:
+    desk = Desk(direct=TRUSTED)
+    core = desk.join(trust_domain="gpu", capabilities=int(ALL), quota=2)
+    asked, direct = (core.pd.register(buffer(1), BUFFER_ACCESS) for _ in range(2))
+    unanswered = core.submit(core.protocol.load([1000], 0, asked.stag, 0, BLOCK), asked, FAR)
+    loading = core.load_direct(np.full(300, 1000), 0, direct, 0, BLOCK, FAR, 0.0)
+    (connection,) = desk.core._connections.values()
+    connection.add([Send(Completion(request_id=999, handle=1000, generation=0, status=0).encode(), answers=0)], 0.0)
+    desk.core.flush()
+    desk.listen_all()
+    assert unanswered.done
+    assert loading.done
+    assert isinstance(unanswered.error, SessionClosed)
+    assert "broke the protocol" in str(unanswered.error)
+    assert not asked.is_valid
+    assert not direct.is_valid

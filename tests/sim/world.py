@@ -191,7 +191,7 @@ def _draw_shape(sim: Simulation) -> Shape:
             ticket_timeout_s=random.choice((10e-3, 0.1, 1.0)),
             masked=random.random() < 0.7,
         )
-        if random.random() < 0.5 and not is_restless
+        if random.random() < 0.5
         else None,
         conditions=Conditions(
             wake_s=(0.0, random.choice((20e-6, 400e-6, 400e-6))),
