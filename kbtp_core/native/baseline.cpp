@@ -134,24 +134,49 @@ void serve_loads(int fd, Bytes pool) {
     }
 }
 
+// Receives into all of `parts`; changes them.
+void receive_parts(int fd, std::span<iovec> parts) {
+    while (!parts.empty()) {
+        ssize_t got = readv(fd, parts.data(), static_cast<int>(std::min<size_t>(parts.size(), 1024)));
+        if (got < 0 && errno == EINTR) continue;
+        if (got < 0) fail("receive");
+        if (got == 0) throw std::runtime_error("the peer of the baseline closed its connection early");
+        auto left = static_cast<size_t>(got);
+        while (!parts.empty() && left >= parts[0].iov_len) {
+            left -= parts[0].iov_len;
+            parts = parts.subspan(1);
+        }
+        if (left) {
+            parts[0].iov_base = static_cast<uint8_t*>(parts[0].iov_base) + left;
+            parts[0].iov_len -= left;
+        }
+    }
+}
+
 // Asks for `batch` blocks in one send, waits for all, and so on for `seconds` or until `times` is full. `offsets` are the
-// blocks' places in the server's pool, taken in turn. Writes the nanoseconds of each batch; returns how many it wrote.
-size_t run_loads(int fd, Times offsets, size_t block_bytes, size_t batch, double seconds, Times times) {
+// blocks' places in the server's pool, taken in turn; each block is received into its own place in `sink`, which is walked through,
+// as KBTP's are. Writes the nanoseconds of each batch; returns how many it wrote.
+size_t run_loads(int fd, Bytes sink, Times offsets, size_t block_bytes, size_t batch, double seconds, Times times) {
     nb::gil_scoped_release release;
-    std::vector<Header> requests(batch);
-    std::vector<uint8_t> replies(batch * (kHeaderBytes + block_bytes));
-    size_t next = 0, done = 0;
+    std::vector<Header> requests(batch), replies(batch);
+    std::vector<iovec> parts;
+    size_t next = 0, done = 0, place = 0;
     const auto start = Clock::now();
     const auto limit = static_cast<uint64_t>(seconds * 1e9);
     while (done < times.size() && nanoseconds_since(start) < limit) {
         const auto begun = Clock::now();
+        parts.clear();
         for (size_t i = 0; i < batch; i++) {
             requests[i] = {.id = done, .offset = offsets.data()[next], .length = block_bytes, .unused = {}};
             next = next + 1 == offsets.size() ? 0 : next + 1;
+            if (place + block_bytes > sink.size()) place = 0;
+            parts.push_back({&replies[i], kHeaderBytes});
+            parts.push_back({sink.data() + place, block_bytes});
+            place += block_bytes;
         }
         iovec part{requests.data(), batch * kHeaderBytes};
         send_all(fd, {&part, 1});
-        receive_all(fd, replies.data(), replies.size());
+        receive_parts(fd, parts);
         times.data()[done++] = nanoseconds_since(begun);
     }
     return done;
@@ -253,7 +278,7 @@ NB_MODULE(_baseline, m) {
     m.def("stream_send", &stream_send, "fd"_a, "memory"_a, "total"_a, "write_bytes"_a);
     m.def("stream_receive", &stream_receive, "fd"_a, "memory"_a, "total"_a, "read_bytes"_a);
     m.def("serve_loads", &serve_loads, "fd"_a, "pool"_a);
-    m.def("run_loads", &run_loads, "fd"_a, "offsets"_a, "block_bytes"_a, "batch"_a, "seconds"_a, "times"_a);
+    m.def("run_loads", &run_loads, "fd"_a, "sink"_a, "offsets"_a, "block_bytes"_a, "batch"_a, "seconds"_a, "times"_a);
     m.def("serve_stores", &serve_stores, "fd"_a, "pool"_a);
     m.def("run_stores", &run_stores, "fd"_a, "source"_a, "offsets"_a, "block_bytes"_a, "batch"_a, "seconds"_a, "times"_a);
     m.def("copy", &copy, "source"_a, "sink"_a, "step"_a, "seconds"_a);

@@ -73,9 +73,10 @@ def test_a_run_of_loads_counts_its_batches(pair: tuple[socket.socket, socket.soc
     pool = random_octets(16 * 4096, 5)
     in_thread(lambda: _baseline.serve_loads(pair[1].fileno(), pool))
     offsets = np.arange(16, dtype=np.uint64) * np.uint64(4096)
-    times = np.zeros(5, np.uint64)
-    assert _baseline.run_loads(pair[0].fileno(), offsets, 4096, 8, 10.0, times) == 5
+    times, sink = np.zeros(5, np.uint64), np.zeros(32 * 4096, np.uint8)
+    assert _baseline.run_loads(pair[0].fileno(), sink, offsets, 4096, 8, 10.0, times) == 5
     assert times.min() > 0
+    assert np.array_equal(sink, np.concatenate([pool, pool]))
 
 
 def test_a_request_outside_of_the_pool_is_refused(pair: tuple[socket.socket, socket.socket]) -> None:
@@ -88,7 +89,7 @@ def test_a_request_outside_of_the_pool_is_refused(pair: tuple[socket.socket, soc
 def test_a_peer_that_goes_away_ends_the_run(pair: tuple[socket.socket, socket.socket]) -> None:
     pair[1].close()
     with pytest.raises(RuntimeError):
-        _baseline.run_loads(pair[0].fileno(), np.zeros(1, np.uint64), 4096, 1, 10.0, np.zeros(1, np.uint64))
+        _baseline.run_loads(pair[0].fileno(), np.zeros(4096, np.uint8), np.zeros(1, np.uint64), 4096, 1, 10.0, np.zeros(1, np.uint64))
 
 
 def test_a_copy_copies() -> None:

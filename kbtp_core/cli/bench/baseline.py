@@ -91,7 +91,7 @@ class NativeLoop:
         """Nanoseconds of each batch in about `seconds`."""
         case, offsets, times = self._case, self._offsets, self._times
         if case.op is BenchOp.LOAD:
-            count = _baseline.run_loads(self._socket.fileno(), offsets, case.block_bytes, case.batch, seconds, times)
+            count = _baseline.run_loads(self._socket.fileno(), self._memory, offsets, case.block_bytes, case.batch, seconds, times)
         else:
             count = _baseline.run_stores(self._socket.fileno(), self._memory, offsets, case.block_bytes, case.batch, seconds, times)
         return np.array(times[:count])

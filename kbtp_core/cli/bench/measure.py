@@ -67,7 +67,8 @@ class Bench:
     def run_case(self, case: Case) -> Row:
         plan, peer = self._plan, self._peer
         slice_s = plan.seconds / ROUNDS
-        loop = NativeLoop(peer.open_baseline(case.op.value), case, self._memory, plan.congestion_control)
+        memory = self._memory if case.op is BenchOp.ALLOC_STORE else self._sink
+        loop = NativeLoop(peer.open_baseline(case.op.value), case, memory, plan.congestion_control)
         initiator = BenchInitiator(
             peer.open_target(case), case, self._memory if case.op is BenchOp.ALLOC_STORE else self._kbtp_sink, plan.congestion_control
         )
@@ -129,7 +130,7 @@ class Bench:
         return np.array(times, np.uint64), cpu_s
 
     def _standard_loop(self) -> float:
-        loop = NativeLoop(self._peer.open_baseline("load"), STANDARD_LOOP, self._memory, self._plan.congestion_control)
+        loop = NativeLoop(self._peer.open_baseline("load"), STANDARD_LOOP, self._sink, self._plan.congestion_control)
         try:
             return _blocks_per_s([loop.run(self._plan.seconds / ROUNDS) for _ in range(ROUNDS)], STANDARD_LOOP.batch)
         finally:
