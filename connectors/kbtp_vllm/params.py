@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from kbtp_core.errors import KbtpError
 from kbtp_vllm.messages import WorkerAddress
@@ -21,6 +21,8 @@ from kbtp_vllm.messages import WorkerAddress
 FORMAT = 1
 NO_BLOCK = 0
 """In `kbtp_handles`: no block at this position (out of a sliding window). Handle 0 is always the geometry descriptor's."""
+HANDLE_LIMIT = 1 << 17
+"""Block positions that one request may name, over all KV groups; counted before any is parsed."""
 
 Handle = Annotated[int, Field(ge=0, lt=1 << 53)]
 Generation = Annotated[int, Field(ge=0, lt=1 << 16)]
@@ -55,12 +57,27 @@ class RemotePrefill(BaseModel):
     kbtp_prompt: str = Field(pattern="^[0-9a-f]{64}$")
     kbtp_workers: list[Worker] = Field(min_length=1, max_length=4096)
     kbtp_handles: list[list[Handle]] = Field(min_length=1, max_length=256)
-    kbtp_generations: list[list[Generation]]
+    kbtp_generations: list[list[Generation]] = Field(max_length=256)
+
+    @field_validator("kbtp_handles", "kbtp_generations", mode="before")
+    @classmethod
+    def _not_too_many(cls, groups: Any) -> Any:
+        if isinstance(groups, list):
+            count = sum(len(group) for group in groups if isinstance(group, list))
+            if count > HANDLE_LIMIT:
+                raise ValueError(f"{count} block positions, at most {HANDLE_LIMIT} are read")
+        return groups
 
     @model_validator(mode="after")
     def _same_lengths(self) -> RemotePrefill:
         if [len(group) for group in self.kbtp_handles] != [len(group) for group in self.kbtp_generations]:
             raise ValueError("kbtp_handles and kbtp_generations differ in length")
+        pairs = [pair for lists in zip(self.kbtp_handles, self.kbtp_generations, strict=True) for pair in zip(*lists, strict=True)]
+        blocks = [(handle, generation) for handle, generation in pairs if handle != NO_BLOCK]
+        if not blocks:
+            raise ValueError("kbtp_handles names no block at all")
+        if not all(generation for _, generation in blocks):
+            raise ValueError("kbtp_generations has 0 for a block, which would accept any block; a generation is 1 or more")
         if len(self.kbtp_workers) != self.tp_size * self.pp_size:
             raise ValueError(f"kbtp_workers names {len(self.kbtp_workers)} workers, tp_size * pp_size is {self.tp_size * self.pp_size}")
         return self

@@ -10,7 +10,7 @@ import pytest
 from kbtp_core.errors import ConfigError
 from kbtp_vllm.config import read_config
 from kbtp_vllm.messages import WorkerAddress
-from kbtp_vllm.params import BadParameters, describe_prefill, parse_remote_prefill
+from kbtp_vllm.params import HANDLE_LIMIT, BadParameters, describe_prefill, parse_remote_prefill
 
 pytestmark = pytest.mark.vllm
 
@@ -75,6 +75,11 @@ def test_what_prefill_describes_decode_reads() -> None:
         ({"kbtp_generations": [[1]]}, "differ in length"),
         ({"kbtp_handles": [[-1, 2, 3]]}, "kbtp_handles.0.0"),
         ({"kbtp_generations": [[1, 2, 70000]]}, "kbtp_generations.0.2"),
+        ({"kbtp_generations": [[0, 2, 0]]}, "kbtp_generations has 0 for a block"),
+        ({"kbtp_handles": [[0, 0, 0]]}, "kbtp_handles names no block at all"),
+        ({"kbtp_handles": [[]], "kbtp_generations": [[]]}, "kbtp_handles names no block at all"),
+        ({"kbtp_handles": [[1] * HANDLE_LIMIT, [1]]}, f"kbtp_handles: Value error, {HANDLE_LIMIT + 1} block positions"),
+        ({"kbtp_generations": [[1] * HANDLE_LIMIT, [1]]}, f"kbtp_generations: Value error, {HANDLE_LIMIT + 1} block positions"),
         ({"kbtp_workers": []}, "kbtp_workers"),
         ({"tp_size": 2}, "names 1 workers"),
         ({"remote_num_tokens": "many"}, "remote_num_tokens"),
