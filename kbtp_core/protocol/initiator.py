@@ -53,6 +53,7 @@ from kbtp_core.protocol.wire import (
 )
 
 _SEQUENCES: Final = 1 << 32
+_MAX_LOG2_SLOTS: Final = 32
 _BOUND_STEP: Final = {int(Opcode.ALLOC_STORE): 1, int(Opcode.BIND): 1, int(Opcode.FREE): -1}
 _DESCRIPTOR: Final = np.dtype([("stag", ">u4"), ("offset", ">u8"), ("reserved", ">u4")])
 _OCTETS: Final = np.dtype(f"V{COMPLETION_BYTES}")  # a completion that is copied as it is
@@ -498,6 +499,14 @@ class Initiator:
             return self._refuse("OK, but without the proof that our secret asks for. Configure the same secret on both sides")
         if ack.outstanding == 0 or ack.block_bytes == 0 or ack.incarnation == 0 or ack.capabilities & ~int(self.parameters.capabilities):
             return self._break("a HELLO_ACK that grants nothing, or more than was asked for")
+        # Receives and send rows are sized by these; whoever asks for none may still send one request at a time.
+        if ack.outstanding > max(self.parameters.outstanding, 1) or ack.inline_bytes > self.parameters.inline_bytes:
+            return self._break(
+                f"a HELLO_ACK that grants more than was asked for: {ack.outstanding} outstanding requests of "
+                f"{self.parameters.outstanding}, {ack.inline_bytes} inline octets of {self.parameters.inline_bytes}"
+            )
+        if ack.direct.ring_log2_slots > _MAX_LOG2_SLOTS:
+            return self._break(f"a HELLO_ACK with a ring of 2^{ack.direct.ring_log2_slots} slots, more than there are tickets")
         self.ack = ack
         self.state = _READY
         return []

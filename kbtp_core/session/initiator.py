@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kbtp_core.errors import DeadlineExceeded, SessionClosed
-from kbtp_core.fabric.api import Access, Fabric, FabricError, Region
+from kbtp_core.fabric.api import Access, Fabric, FabricError, Op, Region
 from kbtp_core.protocol.constants import Flag
 from kbtp_core.protocol.hello import HelloAck
 from kbtp_core.protocol.initiator import HelloParameters, InitiatorState
@@ -28,6 +28,7 @@ BUFFER_ACCESS = Access.LOCAL_WRITE | Access.REMOTE_WRITE | Access.REMOTE_READ
 """What a target needs of an initiator's buffer: to write loads into it and to read stores from it."""
 
 _LONGEST_WAIT_S = 0.25  # so that an interrupt is seen soon
+_DISCARD_TIMEOUT_S = 1.0
 _CLOSE_SHARE = 0.5  # of the time to close, how much outstanding requests may take
 
 
@@ -142,7 +143,11 @@ class InitiatorSession:
             core.pd.close()
             cq.close()
             raise SessionClosed(f"the session with {host}:{port} could not begin: {cause}") from cause
-        session.drive(lambda: core.is_ready or core.is_over, time.monotonic() + deadline_s)
+        try:
+            session.drive(lambda: core.is_ready or core.is_over, time.monotonic() + deadline_s)
+        except BaseException:
+            session._discard()
+            raise
         if core.is_ready:
             return session
         error = core.error or DeadlineExceeded(f"{host}:{port} did not answer within {deadline_s} s. Is it a KBTP target?")
@@ -352,6 +357,17 @@ class InitiatorSession:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def _discard(self) -> None:
+        """End a session that nobody has got yet, and look at nothing that still comes."""
+        with self._changed:
+            self._is_closed = True
+        self._core.qp.abort()
+        deadline = time.monotonic() + _DISCARD_TIMEOUT_S
+        while time.monotonic() < deadline and not np.count_nonzero(self._cq.poll()["op"] == Op.DISCONNECTED):
+            self._cq.wait(deadline - time.monotonic())
+        self._core.pd.close()
+        self._cq.close()
 
     def _process(self) -> None:
         self._core.process(self._cq.poll(), time.monotonic())

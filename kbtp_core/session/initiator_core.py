@@ -141,8 +141,8 @@ class InitiatorCore:
         self._address = (host, port)
         direct_depth = DIRECT_DEPTH if parameters.capabilities & _DIRECT_MODES else 0
         limits = QueueLimits(
-            send_depth=parameters.outstanding + _SPARE_SENDS + _GREETINGS + direct_depth,
-            receive_depth=parameters.outstanding + SPARE_RECEIVES + _GREETINGS,
+            send_depth=max(parameters.outstanding, 1) + _SPARE_SENDS + _GREETINGS + direct_depth,
+            receive_depth=max(parameters.outstanding, 1) + SPARE_RECEIVES + _GREETINGS,
             startup_timeout_s=startup_timeout_s,
         )
         self.qp: QueuePair = fabric.create_qp(self.pd, cq, limits)
@@ -421,7 +421,7 @@ class InitiatorCore:
     def _on_ready(self) -> None:
         ack = self.protocol.ack
         assert ack is not None
-        outstanding = min(ack.outstanding, self.protocol.parameters.outstanding)
+        outstanding = ack.outstanding  # never more than was asked for, but for one where none was
         self._sends = SendRows(self.pd, outstanding + _SPARE_SENDS, REQUEST_BYTES + DESCRIPTOR_BYTES + ack.inline_bytes)
         if ack.capabilities & Capability.RECORD_COMPLETION:
             self._records = RecordSlots(self.pd, outstanding)

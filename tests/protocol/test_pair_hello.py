@@ -133,6 +133,16 @@ def test_a_second_hello_on_a_ready_session_closes_it() -> None:
     assert link.closed_because == "a second HELLO"
 
 
+@pytest.mark.parametrize("change", [{"outstanding": 17}, {"outstanding": 1 << 31}, {"inline_bytes": 257}, {"inline_bytes": 0xFFFFFFFF}])
+def test_an_initiator_rejects_a_hello_ack_that_grants_more_than_was_asked_for(change: dict[str, int]) -> None:
+    link = ring_world().link(outstanding=16, inline_bytes=256)
+    link.initiator.hello()
+    fields = {"outstanding": 16, "block_bytes": 64, "incarnation": 5, "inline_bytes": 256, **change}
+    link.initiator.receive(HelloAck(0, Status.OK, **fields).encode())  # type: ignore[arg-type]
+    assert "grants more than was asked for" in error_of(link)
+    assert link.initiator.ack is None
+
+
 @pytest.mark.parametrize("change", [{"outstanding": 0}, {"block_bytes": 0}, {"incarnation": 0}, {"capabilities": 1}])
 def test_an_initiator_rejects_a_hello_ack_that_makes_no_sense(change: dict[str, int]) -> None:
     link = ring_world().link()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from kbtp_core.errors import DeadlineExceeded, SessionClosed, SessionRefused
 from kbtp_core.fabric.api import Access, FabricError, QueueLimits
 from kbtp_core.protocol import NO_STATUS, BlockState, Flag, Status, TargetLimits
-from kbtp_core.session import BUFFER_ACCESS
+from kbtp_core.session import BUFFER_ACCESS, InitiatorCore
 from tests.session.conftest import BLOCK, World, buffer, soon, wait_until
 
 
@@ -232,6 +233,21 @@ def test_a_listener_that_never_answers_hello_is_a_deadline(world: World) -> None
     stop.set()
     thread.join(5)
     listener.close()
+
+
+def test_a_session_that_fails_while_it_begins_leaves_nothing_behind(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = world.ring()
+
+    def fail(core: InitiatorCore) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(InitiatorCore, "_on_ready", fail)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(3):
+        with pytest.raises(MemoryError):
+            world.connect(server)
+    wait_until(lambda: server.session_count == 0)
+    wait_until(lambda: len(list(Path("/proc/self/fd").iterdir())) <= before)
 
 
 def test_a_connection_without_hello_is_ended_in_time(world: World) -> None:
