@@ -6,7 +6,8 @@ offers them, decode pulls into the stage and copies in when all is there. What d
 Rules:
 1. A stage block belongs to one offer or pull from before its copy until the transfer layer has released or fenced it.
 2. The line is first come, first served. It moves because every offer ends by its lease and every pull by its deadline.
-3. Copies run on the engine's own thread and stream, so they see what the engine computed and it sees what they brought.
+3. Whatever the transfer layer raises ends that offer or pull alone, reported like any other, with its stage blocks back.
+4. Copies run on the engine's own thread and stream, so they see what the engine computed and it sees what they brought.
 """
 
 from __future__ import annotations
@@ -15,17 +16,24 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from vllm.logger import init_logger
 
-from kbtp_core.errors import ConfigError
+from kbtp_core.errors import ConfigError, KbtpError
+from kbtp_core.fabric.api import FabricError
 from kbtp_core.transfer import FREE_ONLY, PagedMemory, PullResult, PullSink, PullSource
 from kbtp_vllm import geometry
 
+logger = init_logger("vllm.kbtp.staging")
+
 Blocks = NDArray[np.int64]
+
+TRANSFER_ERRORS: Final = (KbtpError, FabricError, OSError, ValueError, RuntimeError, LookupError, MemoryError)
+"""What asking the transfer layer for something may raise; it costs a request and not the engine."""
 
 
 class HostStage:
@@ -113,6 +121,7 @@ class StagedSource:
         self._source = source
         self._line: deque[_Offer] = deque()
         self._staged: dict[str, Blocks] = {}
+        self._failed: list[str] = []  # offers that could not be made
 
     @property
     def address(self) -> tuple[str, int]:
@@ -127,7 +136,10 @@ class StagedSource:
         return self._source.first_handle
 
     def offer(self, request_id: str, handles: NDArray[np.uint64], generations: NDArray[np.uint16], blocks: Blocks) -> None:
-        """As PullSource.offer; the lease starts once the blocks are staged. At most `HostStage.block_count` blocks."""
+        """As PullSource.offer; the lease starts once the blocks are staged. At most `HostStage.block_count` blocks.
+
+        An offer that can't be made is logged and released.
+        """
         self._line.append(_Offer(request_id, handles, generations, blocks))
         self._move()
 
@@ -135,16 +147,23 @@ class StagedSource:
         while self._line and self._line[0].blocks.size <= self._stage.free_count:
             offer = self._line.popleft()
             staged = self._stage.take(offer.blocks)
-            self._stage.copy_out(offer.blocks, staged)
-            self._staged[offer.request_id] = staged
-            self._source.offer(offer.request_id, offer.handles, offer.generations, staged)
+            try:
+                self._stage.copy_out(offer.blocks, staged)
+                self._source.offer(offer.request_id, offer.handles, offer.generations, staged)
+            except TRANSFER_ERRORS:
+                logger.exception("Request %s could not be offered: decode will compute it.", offer.request_id)
+                self._stage.give_back(staged)
+                self._failed.append(offer.request_id)
+            else:
+                self._staged[offer.request_id] = staged
 
     def take_released(self) -> list[str]:
         released = self._source.take_released()
         for request_id in released:
             self._stage.give_back(self._staged.pop(request_id))
         self._move()
-        return released
+        failed, self._failed = self._failed, []
+        return released + failed
 
     def stats(self) -> dict[str, int]:
         return self._source.stats()
@@ -180,6 +199,7 @@ class StagedSink:
         self._line: deque[_Pull] = deque()
         self._active: dict[str, _Pull] = {}
         self._over: list[PullResult] = []  # ended in the line
+        self._frees = 0
 
     def pull(
         self,
@@ -193,7 +213,9 @@ class StagedSink:
         *,
         timeout_s: float,
     ) -> None:
-        """As PullSink.pull."""
+        """As PullSink.pull, but what that raises later is reported as a failed pull."""
+        if request_id in self._active or any(pull.request_id == request_id for pull in self._line):
+            raise ValueError(f"request {request_id} is being pulled already")
         pull = _Pull(request_id, host, port, incarnation, handles, generations, blocks, timeout_s, time.monotonic())
         count = np.count_nonzero(pull.wanted)
         if count == 0:
@@ -214,10 +236,15 @@ class StagedSink:
             pull.staged = self._stage.take(pull.blocks[pull.wanted])
             places = np.full(pull.blocks.size, FREE_ONLY, dtype=np.int64)
             places[pull.wanted] = pull.staged
-            self._active[pull.request_id] = pull
-            self._sink.pull(
-                pull.request_id, pull.host, pull.port, pull.incarnation, pull.handles, pull.generations, places, timeout_s=left_s
-            )
+            try:
+                self._sink.pull(
+                    pull.request_id, pull.host, pull.port, pull.incarnation, pull.handles, pull.generations, places, timeout_s=left_s
+                )
+            except TRANSFER_ERRORS as error:
+                self._stage.give_back(pull.staged)
+                self._give_up(pull, str(error))
+            else:
+                self._active[pull.request_id] = pull
 
     def _give_up(self, pull: _Pull, error: str) -> None:
         """End a pull that is not under way."""
@@ -225,10 +252,14 @@ class StagedSink:
         self._over.append(PullResult(pull.request_id, False, error, 0, 0, time.monotonic() - pull.asked_at, pull.wanted))
 
     def _free_handles(self, pull: _Pull) -> None:
+        """Under an id of its own: its result is nobody's, and the request's own may be under way."""
+        self._frees += 1
+        name = f"free {self._frees} of {pull.request_id}"
         nothing = np.full(pull.blocks.size, FREE_ONLY, dtype=np.int64)
-        self._sink.pull(
-            pull.request_id, pull.host, pull.port, pull.incarnation, pull.handles, pull.generations, nothing, timeout_s=pull.timeout_s
-        )
+        try:
+            self._sink.pull(name, pull.host, pull.port, pull.incarnation, pull.handles, pull.generations, nothing, timeout_s=pull.timeout_s)
+        except TRANSFER_ERRORS as error:
+            logger.warning("Handles of request %s stay until prefill's lease ends, they could not be freed: %s", pull.request_id, error)
 
     def cancel(self, request_id: str) -> None:
         for pull in [pull for pull in self._line if pull.request_id == request_id]:

@@ -6,6 +6,7 @@ A load that fails is reported to vLLM for recomputation: per block where vLLM ca
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,11 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 from vllm.utils.network_utils import get_ip
 
-from kbtp_core.errors import KbtpError
 from kbtp_core.transfer import PagedMemory, PullResult, PullSink, PullSource
 from kbtp_vllm import geometry
 from kbtp_vllm.config import ConnectorConfig
-from kbtp_vllm.messages import Handshake, Pull, StepMetadata, WorkerAddress
-from kbtp_vllm.staging import HostStage, StagedSink, StagedSource
+from kbtp_vllm.messages import Handshake, Offer, Pull, StepMetadata, WorkerAddress
+from kbtp_vllm.staging import TRANSFER_ERRORS, HostStage, StagedSink, StagedSource
 from kbtp_vllm.stats import KbtpStats
 
 logger = init_logger("vllm.kbtp.worker")
@@ -42,6 +42,8 @@ class PullWorker:
         self._rank = 0
         self._loading: dict[str, Pull] = {}  # requests that vLLM waits for
         self._refused: set[str] = set()
+        self._unoffered: set[str] = set()
+        self._releases = 0
         self._bad_blocks: set[int] = set()
         self._said: set[str] = set()  # failures that the log has named already
         self._leases_expired = 0
@@ -110,37 +112,58 @@ class PullWorker:
         """Begin what the scheduler asked for in this step; returns at once."""
         if self._source is not None:
             for offer in step.offers:
-                self._source.offer(offer.request_id, offer.handles, offer.generations, offer.block_indexes)
-                self._count_request("requests_offered")
+                self._offer(self._source, offer)
         if self._sink is None:
             return
         for pull in step.pulls:
-            self._loading[pull.request_id] = pull
-            self._begin(self._sink, pull)
+            self._load(self._sink, pull)
         for pull in step.releases:
-            self._begin(self._sink, pull)
+            self._release(self._sink, pull)
         for request_id, reason in step.refused.items():
             self._refuse(request_id, reason)
         for request_id in step.cancels:
             if request_id in self._loading:
                 self._sink.cancel(request_id)
 
+    def _offer(self, source: PullSource | StagedSource, offer: Offer) -> None:
+        """An offer that can't be made is reported as released, or vLLM would keep the request's blocks for ever."""
+        try:
+            source.offer(offer.request_id, offer.handles, offer.generations, offer.block_indexes)
+        except TRANSFER_ERRORS:
+            logger.exception("Request %s could not be offered: decode will compute it.", offer.request_id)
+            self._unoffered.add(offer.request_id)
+        else:
+            self._count_request("requests_offered")
+
+    def _load(self, sink: PullSink | StagedSink, pull: Pull) -> None:
+        try:
+            self._begin(sink, pull)
+        except TRANSFER_ERRORS as error:
+            self._loading.pop(pull.request_id, None)  # of an earlier request of this id: vLLM is told one end, not two
+            self._refuse(pull.request_id, str(error))
+        else:
+            self._loading[pull.request_id] = pull
+
+    def _release(self, sink: PullSink | StagedSink, pull: Pull) -> None:
+        """Under an id of its own, since vLLM may be waiting for a load of the same request id."""
+        self._releases += 1
+        try:
+            self._begin(sink, replace(pull, request_id=f"release {self._releases} of {pull.request_id}"))
+        except TRANSFER_ERRORS as error:
+            logger.warning("Handles of request %s stay until prefill's lease ends, they could not be freed: %s", pull.request_id, error)
+
     def _begin(self, sink: PullSink | StagedSink, pull: Pull) -> None:
         peer = pull.workers[self._rank]
-        try:
-            sink.pull(
-                pull.request_id,
-                peer.host,
-                peer.port,
-                peer.incarnation,
-                pull.handles,
-                pull.generations,
-                pull.block_indexes,
-                timeout_s=self._config.load_timeout_s,
-            )
-        except (KbtpError, OSError, ValueError) as error:
-            if self._loading.pop(pull.request_id, None) is not None:
-                self._refuse(pull.request_id, str(error))
+        sink.pull(
+            pull.request_id,
+            peer.host,
+            peer.port,
+            peer.incarnation,
+            pull.handles,
+            pull.generations,
+            pull.block_indexes,
+            timeout_s=self._config.load_timeout_s,
+        )
 
     def _refuse(self, request_id: str, reason: str) -> None:
         self._refused.add(request_id)
@@ -154,6 +177,8 @@ class PullWorker:
         if self._source is not None:
             results.finished_sending.update(self._source.take_released())
             self._stats_of_source(len(results.finished_sending))
+            results.finished_sending.update(self._unoffered)
+            self._unoffered = set()
         for result in self._sink.take_finished() if self._sink is not None else ():
             pull = self._loading.pop(result.request_id, None)
             if pull is None:

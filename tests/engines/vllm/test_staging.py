@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ import torch
 
 from kbtp_core.errors import ConfigError
 from kbtp_core.transfer import FREE_ONLY, HandleLedger, PullResult, PullSink, PullSource
-from kbtp_vllm.staging import HostStage, StagedSink, StagedSource
+from kbtp_vllm.staging import HostStage, StagedSink, StagedSource, _Pull
 
 pytestmark = pytest.mark.vllm
 
@@ -159,6 +160,67 @@ def test_cancelled_pulls_end_wherever_they_are_and_give_the_stage_back() -> None
 
         assert not any(result.ok for result in results.values())
         w.pull("next", w.offer("next", [0, 1, 2, 3, 4]), [0, 1, 2, 3, 4])
+        assert w.finish(1)["next"].ok
+
+
+def test_a_pull_that_the_sink_does_not_take_fails_alone_and_gives_the_stage_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with world() as w:
+        nobody = w.ledger.take(2)
+        with monkeypatch.context() as broken:
+            broken.setattr(PullSink, "pull", refuse)
+            for n in range(STAGE):  # each would keep two of the stage's blocks
+                w.pull(f"r{n}", nobody, [1, 2])
+            results = w.finish(STAGE)
+
+        assert {result.error for result in results.values()} == {"can't start new thread"}
+        assert all(result.failed.all() for result in results.values())
+        w.pull("next", w.offer("next", list(range(STAGE))), list(range(STAGE)))
+        assert w.finish(1)["next"].ok
+
+
+def test_a_pull_in_the_line_ends_even_where_its_handles_can_not_be_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ValueError("this sink talks to 256 prefill workers already")
+
+    with world() as w:
+        w.pull("stuck", w.ledger.take(STAGE), list(range(STAGE)), timeout_s=1.0)
+        w.pull("late", w.ledger.take(1), [9], timeout_s=0.2)
+        w.pull("cancelled", w.ledger.take(1), [10])
+        monkeypatch.setattr(PullSink, "pull", refuse)
+        w.sink.cancel("cancelled")
+
+        results = w.finish(3)
+
+        assert results["cancelled"].error == "it was cancelled"
+        assert "no room within 0.2 s" in results["late"].error
+
+
+def test_freeing_handles_under_a_loading_requests_id_does_not_end_its_load() -> None:
+    with world() as w:
+        late = w.ledger.take(2)  # the load waits until these are offered
+        w.pull("r", late, [4, 5])
+        with pytest.raises(ValueError, match="r is being pulled already"):
+            w.pull("r", w.offer("r again", [1]), [FREE_ONLY])
+        w.sink._free_handles(_Pull("r", *w.source.address, w.source.incarnation, *w.offer("other", [1]), np.array([9]), 5.0, 0.0))
+        assert w.wait_released("other")
+        assert w.sink.take_finished() == []
+        w.source.offer("r", *late, np.array([6, 7]))
+
+        assert w.finish(1)["r"].ok
+        assert torch.equal(rows(w.decode, 4), rows(w.prefill, 6))
+
+
+def test_an_offer_that_can_not_be_made_is_released_once_and_gives_the_stage_back() -> None:
+    with world() as w:
+        handles, generations = w.ledger.take(STAGE)
+        w.source.offer("drifted", handles, generations + 2, np.arange(STAGE))
+
+        assert w.source.take_released() == ["drifted"]
+        assert w.source.take_released() == []
+        w.pull("next", w.offer("next", list(range(STAGE))), list(range(STAGE)))
         assert w.finish(1)["next"].ok
 
 
