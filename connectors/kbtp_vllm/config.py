@@ -69,6 +69,16 @@ def read_config(extra: Mapping[str, Any]) -> ConnectorConfig:
     return config
 
 
+def exposed_secret(extra: Mapping[str, Any]) -> str | None:
+    """What to tell the user whose secret is in the engine's configuration: vLLM prints that into its log."""
+    if extra.get("secret") is None:
+        return None
+    return (
+        f"{WHERE}: secret is in the engine's configuration, which vLLM writes to its log and which its command line shows. "
+        "Keep it in a file and name that as secret_file, or give it as KBTP_VLLM_SECRET in the environment; then change the secret."
+    )
+
+
 def _is_wildcard(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_unspecified

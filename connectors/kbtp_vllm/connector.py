@@ -21,7 +21,7 @@ from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kbtp_vllm import geometry
-from kbtp_vllm.config import read_config
+from kbtp_vllm.config import exposed_secret, read_config
 from kbtp_vllm.messages import Handshake, StepMetadata
 from kbtp_vllm.scheduler import PullScheduler
 from kbtp_vllm.stats import KbtpPromMetrics, KbtpStats
@@ -37,12 +37,15 @@ class KBTPConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        config = read_config(self._kv_transfer_config.kv_connector_extra_config)
+        extra = self._kv_transfer_config.kv_connector_extra_config
+        config = read_config(extra)
         self._scheduler: PullScheduler | None = None
         self._worker: PullWorker | None = None
         if role is KVConnectorRole.WORKER:
             self._worker = PullWorker(vllm_config, kv_cache_config, config)
             return
+        if (exposed := exposed_secret(extra)) is not None:
+            logger.warning(exposed)
         geometry.check_movable(kv_cache_config, vllm_config.parallel_config)
         self._scheduler = PullScheduler(vllm_config, kv_cache_config)
         if self._kv_transfer_config.is_kv_consumer and self._kv_transfer_config.kv_load_failure_policy != "recompute":

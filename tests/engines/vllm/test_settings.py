@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kbtp_core.errors import ConfigError
+from kbtp_vllm import connector
 from kbtp_vllm.config import read_config
 from kbtp_vllm.messages import WorkerAddress
 from kbtp_vllm.params import HANDLE_LIMIT, BadParameters, describe_prefill, parse_remote_prefill
@@ -37,6 +41,24 @@ def test_the_secret_comes_from_its_file_without_white_space(tmp_path: Path) -> N
     assert read_config({"secret_file": str(tmp_path / "secret")}).secret_bytes() == b"word"
     with pytest.raises(ConfigError, match="cannot be read"):
         read_config({"secret_file": str(tmp_path / "none")}).secret_bytes()
+
+
+@pytest.mark.parametrize("extra", [{"secret": "word of mouth"}, {"secret_file": "somewhere"}, {}])
+def test_only_a_secret_that_vllm_would_log_is_warned_about(
+    extra: dict[str, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("KBTP_VLLM_SECRET" if not extra else "KBTP_OTHER", "word of mouth")
+    monkeypatch.setattr(connector.geometry, "check_movable", lambda *_: None)
+    monkeypatch.setattr(connector, "PullScheduler", lambda *_: None)
+    monkeypatch.setattr(connector, "logger", logging.getLogger("kbtp.test"))  # vLLM's own does not propagate
+    transfer = SimpleNamespace(kv_connector_extra_config=extra, is_kv_consumer=False)
+    config = SimpleNamespace(kv_transfer_config=transfer, parallel_config=None)
+
+    connector.KBTPConnector(config, KVConnectorRole.SCHEDULER, None)
+
+    warnings = [record.getMessage() for record in caplog.records if record.name == "kbtp.test"]
+    assert len(warnings) == ("secret" in extra)
+    assert all("secret_file" in text and "KBTP_VLLM_SECRET" in text and "word of mouth" not in text for text in warnings)
 
 
 def test_the_environment_gives_settings_that_the_configuration_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
