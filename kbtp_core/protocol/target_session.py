@@ -241,6 +241,17 @@ class TargetSession:
         return bool(self._effects)
 
     @property
+    def is_idle(self) -> bool:
+        """Whether its end would hurt nobody: it is ready, nothing of it is under way, and it has bound no block of a ring's pool."""
+        if self.state is not TargetState.READY or self._outstanding or self._operations or self._lines or self._effects or self._frees:
+            return False
+        if not isinstance(self._target.pool, BlockPool):
+            return True
+        start = self.handle_base - self._target.table.base_handle
+        is_unbound = not len(self._target.table.valid_indexes(start, self.handle_count))
+        return is_unbound and (self.partition is None or not self.partition.taken_offsets)
+
+    @property
     def is_granted(self) -> bool:
         """Whether a HELLO was answered OK, so that a quota and a handle range are held."""
         return self.ack is not None

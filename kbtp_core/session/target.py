@@ -30,6 +30,7 @@ class TargetServer:
 
     `pool_region` registers the pool's memory in a connection's protection domain. With `use_executor` plain LOADs are answered by
     the provider where it can. At most `session_limit` connections are served at once; each must say HELLO within `hello_timeout_s`.
+    When there are as many, the session that has been idle longest makes room for the next.
 
     Raises FabricError if the address can't be had.
     """

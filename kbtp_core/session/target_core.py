@@ -37,6 +37,7 @@ from kbtp_core.fabric.api import (
     QueuePair,
     QueuePairClosed,
     Region,
+    ReportsReaders,
     WrFlag,
 )
 from kbtp_core.protocol.constants import (
@@ -62,6 +63,7 @@ READS_IN_FLIGHT: Final = 16
 TURN_COST: Final = 128  # of one session; a completion costs 1, one of many that are taken together a part of that
 _RUN_COST: Final = 1 / 16
 _GREETING_ID: Final = 1 << 32  # wr_id of the receive for a HELLO
+_IDLE_LEAST_S: Final = 1.0  # a session that was used less long ago does not make room
 _IDLE_WAIT_S: Final = 0.25  # how late an overdue HELLO may be noticed
 _DRAIN_WAIT_S: Final = 0.001  # how often readers of cleared blocks are asked for
 _ANSWER_BYTES: Final = 64
@@ -195,12 +197,29 @@ class _Connection:
         self.retired_count = 0  # of those, known to have completed
         self.signaled: deque[tuple[int, int]] = deque()  # (posted_count behind it, mark in `answers`) of each signaled request
         self.is_closing = False
+        self.last_used = now
+        self.executed_count = 0
         self.memory = ExposedMemory(self.pd, core.target.table.entries, self._report)
         self.session: TargetSession = core.target.open_session(self.peer, offers=core.offers, expose=self.memory.expose)
 
     @property
     def is_greeted(self) -> bool:
         return self.receives is not None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it may make room for another: greeted, and neither the session nor the connection has anything to do."""
+        has_work = self.is_closing or self.inbox or self.backlog or self.reads or self.held
+        return self.is_greeted and not has_work and self.session.is_idle
+
+    def notice_native_use(self, now: float) -> bool:
+        """Whether the executor has answered or still answers LOADs of it since the last call, which no completion tells."""
+        executed_count = self.qp.stats().get("executed_loads", 0)
+        is_reading = isinstance(self.qp, ReportsReaders) and len(self.qp.reading()) > 0
+        if executed_count == self.executed_count and not is_reading:
+            return False
+        self.executed_count, self.last_used = executed_count, now
+        return True
 
     def start(self) -> None:
         self.qp.post_receive(self.greetings.requests(np.zeros(1, np.int64)))
@@ -409,8 +428,8 @@ class TargetCore:
         return _IDLE_WAIT_S
 
     def admit(self, request: ConnectionRequest, now: float) -> None:
-        """Take a connection, or reject it if there are as many as may be."""
-        if len(self._connections) >= self.session_limit or self.target.is_shutting_down:
+        """Take a connection. If there are as many as may be, the one that has been idle longest makes room; if none is idle, reject it."""
+        if self.target.is_shutting_down or not self._has_room(now):
             _log.warning("rejected %s: %d sessions of %d", request.peer, len(self._connections), self.session_limit)
             request.reject()
             return
@@ -427,6 +446,24 @@ class TargetCore:
         except QueuePairClosed:
             _log.info("lost %s while it was accepted", request.peer)
 
+    def _has_room(self, now: float) -> bool:
+        """Whether one more connection may be taken, after the longest idle one was told to go if need be.
+
+        One that goes is not counted any more, though its memory is held until it has gone: at most a quarter more than the limit.
+        """
+        leaving_count = sum(connection.is_closing for connection in self._connections.values())
+        if len(self._connections) - leaving_count < self.session_limit:
+            return len(self._connections) < self.session_limit + max(1, self.session_limit // 4)
+        idle = [connection for connection in self._connections.values() if connection.is_idle and not connection.notice_native_use(now)]
+        idle = [connection for connection in idle if now - connection.last_used >= _IDLE_LEAST_S]
+        if not idle or leaving_count >= max(1, self.session_limit // 4):
+            return False
+        connection = min(idle, key=lambda connection: connection.last_used)
+        connection.is_closing = True
+        _log.info("session of %s ends: it was idle, and another peer wants its place", connection.peer)
+        connection.qp.close()
+        return True
+
     def process(self, completions: Array, now: float) -> None:
         """Take completions (dtype COMPLETION) of this target's queue pairs, give each session a turn, and post what follows."""
         numbers = completions["qp"]
@@ -434,6 +471,7 @@ class TargetCore:
             connection = self._connections.get(number)
             if connection is not None:
                 connection.inbox.append(completions[numbers == number])
+                connection.last_used = now
         for connection in [connection for connection in self._connections.values() if connection.inbox]:
             self._take_turn(connection, now)
         self.tick(now)

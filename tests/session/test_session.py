@@ -270,6 +270,30 @@ def test_as_many_sessions_are_served_as_may_be(world: World) -> None:
     world.connect(server)
 
 
+def test_the_session_that_was_idle_longest_makes_room_for_another(world: World) -> None:
+    server = world.lent(session_limit=2)
+    server.bind([1000], [0], BLOCK)
+    busy, idle = world.connect(server), world.connect(server)
+    time.sleep(1.1)
+    region = busy.register(buffer(1))
+    assert busy.load([1000], 2, region, 0, BLOCK, deadline=soon()).wait().ok
+    third = world.connect(server)
+    assert third.load([1000], 2, third.register(buffer(1)), 0, BLOCK, deadline=soon()).wait().ok
+    assert busy.load([1000], 2, region, 0, BLOCK, deadline=soon()).wait().ok
+    with pytest.raises(SessionClosed):
+        idle.load([1000], 2, idle.register(buffer(1)), 0, BLOCK, deadline=soon()).wait()
+
+
+def test_a_session_that_has_bound_blocks_makes_no_room(world: World) -> None:
+    server = world.ring(session_limit=1)
+    session = world.connect(server)
+    assert session.alloc_store_inline([1000], 0, [b"kept"], deadline=soon()).wait().ok
+    time.sleep(1.1)
+    with pytest.raises(SessionClosed):
+        world.connect(server)
+    assert session.free([1000], 0, deadline=soon()).wait().ok
+
+
 def test_outstanding_requests_fail_when_the_target_dies(world: World) -> None:
     server = world.ring()
     session = world.connect(server)
