@@ -41,6 +41,18 @@ static_assert(sizeof(Header) == kHeaderBytes);
 
 [[noreturn]] void fail(const char* what) { throw std::system_error(errno, std::generic_category(), what); }
 
+// Takes `done` octets off the front of `parts`; changes them.
+void consume(std::span<iovec>& parts, size_t done) {
+    while (!parts.empty() && done >= parts[0].iov_len) {
+        done -= parts[0].iov_len;
+        parts = parts.subspan(1);
+    }
+    if (done) {
+        parts[0].iov_base = static_cast<uint8_t*>(parts[0].iov_base) + done;
+        parts[0].iov_len -= done;
+    }
+}
+
 // Sends all of `parts`; changes them.
 void send_all(int fd, std::span<iovec> parts) {
     while (!parts.empty()) {
@@ -50,15 +62,7 @@ void send_all(int fd, std::span<iovec> parts) {
         ssize_t sent = sendmsg(fd, &message, MSG_NOSIGNAL);
         if (sent < 0 && errno == EINTR) continue;
         if (sent < 0) fail("send");
-        auto left = static_cast<size_t>(sent);
-        while (!parts.empty() && left >= parts[0].iov_len) {
-            left -= parts[0].iov_len;
-            parts = parts.subspan(1);
-        }
-        if (left) {
-            parts[0].iov_base = static_cast<uint8_t*>(parts[0].iov_base) + left;
-            parts[0].iov_len -= left;
-        }
+        consume(parts, static_cast<size_t>(sent));
     }
 }
 
@@ -141,15 +145,7 @@ void receive_parts(int fd, std::span<iovec> parts) {
         if (got < 0 && errno == EINTR) continue;
         if (got < 0) fail("receive");
         if (got == 0) throw std::runtime_error("the peer of the baseline closed its connection early");
-        auto left = static_cast<size_t>(got);
-        while (!parts.empty() && left >= parts[0].iov_len) {
-            left -= parts[0].iov_len;
-            parts = parts.subspan(1);
-        }
-        if (left) {
-            parts[0].iov_base = static_cast<uint8_t*>(parts[0].iov_base) + left;
-            parts[0].iov_len -= left;
-        }
+        consume(parts, static_cast<size_t>(got));
     }
 }
 
