@@ -228,6 +228,11 @@ class Target:
         """Cleared entries whose block still has readers."""
         return self._draining_count
 
+    @property
+    def draining_indexes(self) -> NDArray[np.intp]:
+        """Which entries those are."""
+        return np.flatnonzero(self.entry_state == EntryState.DRAINING)
+
     # For sessions ----------------------------------------------------------------------------------------------------
 
     def reserve(self, index: int) -> None:
@@ -323,7 +328,7 @@ class Target:
         return np.asarray(unread, np.bool_)
 
     def _drained_indexes(self) -> NDArray[np.intp]:
-        draining = np.flatnonzero(self.entry_state == EntryState.DRAINING)
+        draining = self.draining_indexes
         return draining[self._is_unread(draining)]
 
     def _settle_lent(self, indexes: NDArray[np.intp]) -> None:

@@ -251,6 +251,12 @@ class TargetSession:
         is_unbound = not len(self._target.table.valid_indexes(start, self.handle_count))
         return is_unbound and (self.partition is None or not self.partition.taken_offsets)
 
+    def is_reading(self, indexes: NDArray[np.intp]) -> bool:
+        """Whether an RDMA Write of the block of one of these entries has not completed."""
+        loading = (operation for operation in self._operations.values() if not isinstance(operation, Storing))
+        read = (operation.index if isinstance(operation, Loading) else operation.indexes for operation in loading)
+        return any(bool(np.isin(at, indexes).any()) for at in read)
+
     @property
     def is_granted(self) -> bool:
         """Whether a HELLO was answered OK, so that a quota and a handle range are held."""

@@ -31,6 +31,7 @@ class TargetServer:
     `pool_region` registers the pool's memory in a connection's protection domain. With `use_executor` plain LOADs are answered by
     the provider where it can. At most `session_limit` connections are served at once; each must say HELLO within `hello_timeout_s`.
     When there are as many, the session that has been idle longest makes room for the next.
+    A peer that still reads a block `drain_limit_s` after its owner took it back loses its connection.
 
     Raises FabricError if the address can't be had.
     """
@@ -46,6 +47,7 @@ class TargetServer:
         use_executor: bool = True,
         session_limit: int = 256,
         hello_timeout_s: float = 5.0,
+        drain_limit_s: float = 10.0,
     ) -> None:
         self.target: Final = target
         self._cq = fabric.create_cq()
@@ -58,6 +60,7 @@ class TargetServer:
             use_executor=use_executor,
             session_limit=session_limit,
             hello_timeout_s=hello_timeout_s,
+            drain_limit_s=drain_limit_s,
         )
         self._listener = fabric.listen(host, port, self._cq, startup_timeout_s=hello_timeout_s)
         self.address: Final[tuple[str, int]] = self._listener.address

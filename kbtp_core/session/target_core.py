@@ -53,6 +53,7 @@ from kbtp_core.protocol.effects import Close, Effect, LoadMany, Read, Record, Re
 from kbtp_core.protocol.target import Target
 from kbtp_core.protocol.target_session import TargetSession, TargetState
 from kbtp_core.session.exposure import ExposedMemory
+from kbtp_core.session.fence import DrainFence, is_reading
 from kbtp_core.session.slots import ReceiveRows, SendRows
 
 _log = logging.getLogger(__name__)
@@ -197,6 +198,7 @@ class _Connection:
         self.retired_count = 0  # of those, known to have completed
         self.signaled: deque[tuple[int, int]] = deque()  # (posted_count behind it, mark in `answers`) of each signaled request
         self.is_closing = False
+        self.has_executor = False
         self.last_used = now
         self.executed_count = 0
         self.memory = ExposedMemory(self.pd, core.target.table.entries, self._report)
@@ -354,6 +356,7 @@ class _Connection:
             self.qp.post_receive(self.receives.requests(np.arange(count, dtype=np.int64)))
             if self.core.executor is not None and self.session.allows_executor:
                 self.qp.attach_executor(self.core.executor, self.pool)
+                self.has_executor = True
         except QueuePairClosed:
             return  # DISCONNECTED is on its way
 
@@ -387,6 +390,7 @@ class TargetCore:
         use_executor: bool = True,
         session_limit: int = 256,
         hello_timeout_s: float = 5.0,
+        drain_limit_s: float = 10.0,
     ) -> None:
         self.fabric = fabric
         self.cq = cq
@@ -394,6 +398,7 @@ class TargetCore:
         self.pool_region = pool_region
         self.session_limit = session_limit
         self.hello_timeout_s = hello_timeout_s
+        self._fence = DrainFence(target, drain_limit_s)
         self.record_op: int | None = getattr(fabric, "write_with_immediate", None)
         """The work request that writes a completion record, of fabrics that keep its order (draft section 6.5); no RDMAP fabric has it."""
         self.offers = Capability.NONE if self.record_op is None else Capability.RECORD_COMPLETION
@@ -508,7 +513,16 @@ class TargetCore:
                 connection.is_closing = True
                 _log.info("session of %s ends: no HELLO within %g s", connection.peer, self.hello_timeout_s)
                 connection.qp.abort()
+        self._fence_readers(now)
         self.flush()
+
+    def _fence_readers(self, now: float) -> None:
+        overdue = self._fence.overdue_entries(now)
+        for connection in self._connections.values() if overdue.size else ():
+            if not connection.is_closing and is_reading(connection, self.target, overdue):
+                connection.is_closing = True
+                _log.warning("session of %s ends: it reads blocks too slowly that are wanted back", connection.peer)
+                connection.qp.abort()
 
     def shut_down(self, now: float) -> None:
         """Say goodbye on every session; new requests are answered SHUTTING_DOWN from now on."""
