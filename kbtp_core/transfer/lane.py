@@ -423,7 +423,7 @@ class Lane:
         for pull in list(self._pulls):
             try:
                 self._finish(pull, "the sink was closed")
-            except Exception:
+            except Exception:  # noqa: BLE001 - every other pull has to end too
                 _log.exception("the pull of request %s did not end cleanly", pull.request_id)
         if self._connector is not None:
             self._connector.join()
