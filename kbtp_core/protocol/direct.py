@@ -15,6 +15,7 @@ DIRECT_ALLOC   FetchAdd on Head -> slot, again and again until it holds the tick
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from enum import IntEnum
 from typing import Any, Final
 
@@ -62,7 +63,7 @@ def _shifted(base: int, offsets: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return shifted
 
 
-class DirectBatch:
+class DirectBatch(ABC):
     """n blocks and their results, arrays of shape (n,). `scratch` is memory that the driver registers for entries and slots."""
 
     def __init__(self, count: int, scratch_bytes: int) -> None:
@@ -73,13 +74,13 @@ class DirectBatch:
         self.data_length: NDArray[np.uint32] = np.zeros(count, np.uint32)
         self.block_offset: NDArray[np.uint64] = np.zeros(count, np.uint64)
 
+    @abstractmethod
     def start(self, now: float) -> NDArray[Any]:
         """The first round of operations."""
-        raise NotImplementedError
 
+    @abstractmethod
     def advance(self, values: NDArray[np.uint64], now: float) -> NDArray[Any]:
         """The round's operations have completed, atomics with `values`; the next round, empty when there is no more."""
-        raise NotImplementedError
 
 
 class DirectLoad(DirectBatch):
