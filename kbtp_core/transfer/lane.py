@@ -53,7 +53,6 @@ class LaneSettings:
     secret: bytes | None
     trust_domain: str
     name: str
-    incarnation: int
 
 
 @dataclass
@@ -353,9 +352,7 @@ class Lane:
         deadline = time.monotonic() + timeout_s
         wish = HelloParameters(outstanding=_OUTSTANDING, client_name=settings.name, trust_domain=settings.trust_domain)
         try:
-            session = InitiatorSession.connect(
-                self._fabric, self._host, self._port, wish, deadline_s=timeout_s, secret=settings.secret, incarnation=settings.incarnation
-            )
+            session = InitiatorSession.connect(self._fabric, self._host, self._port, wish, deadline_s=timeout_s, secret=settings.secret)
         except SessionClosed as error:
             raise KbtpError(f"prefill worker {self._host}:{self._port} can't be reached: {error}") from None
         try:

@@ -17,8 +17,6 @@ One lane, a thread with one session, serves each prefill worker. A pull's life i
 from __future__ import annotations
 
 import atexit
-import logging
-import secrets
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,10 +26,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kbtp_core.fabric.api import Fabric
+from kbtp_core.fabric.softrnic import SoftRnic
 from kbtp_core.transfer.lane import FREE_ONLY, Lane, LaneSettings, Pull
 from kbtp_core.transfer.memory import PagedMemory
-
-_log = logging.getLogger(__name__)
 
 __all__ = ["FREE_ONLY", "PullResult", "PullSink"]
 
@@ -71,8 +68,8 @@ class PullSink:
     ) -> None:
         self._memory = memory
         self._owns_fabric = fabric is None
-        self._fabric = fabric if fabric is not None else _softrnic()
-        self._settings = LaneSettings(memory, check_descriptor, secret, trust_domain, name, secrets.randbits(63) | 1)
+        self._fabric = fabric if fabric is not None else SoftRnic()
+        self._settings = LaneSettings(memory, check_descriptor, secret, trust_domain, name)
         self._lock = threading.Lock()  # guards all below
         self._lanes: dict[tuple[str, int], Lane] = {}
         self._ending: list[Lane] = []  # over, but their threads may still say goodbye
@@ -180,9 +177,3 @@ class PullSink:
             self._stats["pulls_failed"] += not result.ok
             self._stats["blocks_loaded"] += count
             self._stats["bytes_loaded"] += result.bytes
-
-
-def _softrnic() -> Fabric:
-    from kbtp_core.fabric.softrnic import SoftRnic
-
-    return SoftRnic()

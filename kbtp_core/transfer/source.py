@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from kbtp_core.errors import ConfigError
 from kbtp_core.fabric.api import Access, Fabric, ProtectionDomain, Region
+from kbtp_core.fabric.softrnic import SoftRnic
 from kbtp_core.protocol.pool import LentPool
 from kbtp_core.protocol.table import BlockTable
 from kbtp_core.protocol.target import Target
@@ -66,7 +67,7 @@ class PullSource:
         self._lease_s = lease_s
         self._clock = clock
         self._owns_fabric = fabric is None
-        self._fabric = fabric if fabric is not None else _softrnic()
+        self._fabric = fabric if fabric is not None else SoftRnic()
         self._offers: dict[str, _Offer] = {}
         self._request_of: dict[int, str] = {}  # handle → request
         self._stats = {"requests_offered": 0, "blocks_offered": 0, "requests_released": 0, "leases_expired": 0}
@@ -79,7 +80,7 @@ class PullSource:
             pool,
             BlockTable(max(table_entries, DESCRIPTOR_HANDLES + 1)),
             name=name,
-            incarnation=secrets.randbits(63) | 1,
+            incarnation=secrets.randbits(63) | 1,  # of this source: another one on the same address is another life
             secrets={trust_domain: secret} if secret is not None else None,
             reserved_handles=DESCRIPTOR_HANDLES,
         )
@@ -182,12 +183,6 @@ class PullSource:
     def _register_pool(self, pd: ProtectionDomain) -> Region:
         # No right but reading for its own Writes: a pull session exposes nothing to one-sided operations.
         return pd.register_pages(self._pages, self._memory.page_bytes, Access.NONE, (self._memory.owner, self._descriptor))
-
-
-def _softrnic() -> Fabric:
-    from kbtp_core.fabric.softrnic import SoftRnic
-
-    return SoftRnic()
 
 
 def _pages_with_descriptor(memory: PagedMemory, descriptor: bytes) -> tuple[NDArray[np.uint64], NDArray[np.uint8]]:
