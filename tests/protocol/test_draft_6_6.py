@@ -184,6 +184,7 @@ def test_bind_checks_as_every_request_does_and_keeps_the_ticket_when_it_fails() 
     ticket, offset = int(machine.tickets[0]), int(machine.block_offset[0])
     for handle, generation, length, status in [
         (108, 0, 1, Status.NOT_PERMITTED),
+        (116, 0, 1, Status.NOT_PERMITTED),
         (100, 0, 1, Status.ALREADY_BOUND),
         (101, 5, 1, Status.STALE_GENERATION),
         (101, 0, 0, Status.LENGTH),

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from kbtp_core.fabric.softrnic import SoftRnic
 from kbtp_core.protocol.constants import Flag
 from kbtp_core.protocol.effects import Read, Send, Write
 from kbtp_core.protocol.ring import MASKED_ADD, add_mask
 from kbtp_core.protocol.wire import AllocStore, DataDescriptor, Load, Store
-from kbtp_core.session.target_core import TargetCore
 from tests.protocol.test_draft_6_6 import direct_link
 from tests.protocol.test_pair_requests import put, ready
 from tests.protocol.world import STAG, ring_world
@@ -47,6 +45,9 @@ def test_counters_move_by_masked_fetch_add() -> None:
 
 def test_an_rdmap_fabric_offers_no_records() -> None:
     """Completions are always COMPLETION messages; RECORD_COMPLETION is not offered (Section 6.5)."""
+    from kbtp_core.fabric.softrnic import SoftRnic  # here, as all else in this file needs no native code
+    from kbtp_core.session.target_core import TargetCore
+
     fabric = SoftRnic()
     core = TargetCore(fabric, fabric.create_cq(), ring_world().target, lambda pd: pd.register(bytearray(8), 0), use_executor=False)  # type: ignore[arg-type]
     assert core.offers == 0

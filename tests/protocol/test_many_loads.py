@@ -25,6 +25,7 @@ LOADS = [
     Load(9, (1 << 64) - 1, 0, ROOM),
     Load(10, 102, 0, DataDescriptor(STAG, 192, 64), Flag.INVALIDATE),
     Load(11, 115, 0, ROOM, Flag.INVALIDATE),
+    Load(12, 116, 0, ROOM),  # the first handle behind the table
 ]
 
 

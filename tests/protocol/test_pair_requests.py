@@ -7,6 +7,7 @@ import pytest
 
 from kbtp_core.errors import SessionClosed
 from kbtp_core.protocol.constants import NO_STATUS, Flag, Opcode, Status
+from kbtp_core.protocol.effects import Send
 from kbtp_core.protocol.initiator import InitiatorState
 from kbtp_core.protocol.pool import BlockState
 from kbtp_core.protocol.target import TargetLimits
@@ -92,6 +93,7 @@ DATA = DataDescriptor(STAG, 0, 64)
         (Load(9, 100, 0, DataDescriptor(STAG, 0, 5)), Status.LENGTH, 2),
         (Load(9, 100, 0, DATA, Flag.RECORD, CompletionDescriptor(1, 2)), Status.UNSUPPORTED, 2),
         (Store(9, 110, 0, DATA), Status.NOT_PERMITTED, 1),
+        (Store(9, 99, 0, DATA), Status.NOT_PERMITTED, 0),
         (Store(9, 103, 0, DATA), Status.NOT_BOUND, 1),
         (Store(9, 100, 3, DATA), Status.STALE_GENERATION, 2),
         (Store(9, 100, 2, DataDescriptor(STAG, 0, 999)), Status.SEALED, 2),
@@ -99,12 +101,14 @@ DATA = DataDescriptor(STAG, 0, 64)
         (Store(9, 101, 2, DataDescriptor(STAG, 0, 0)), Status.LENGTH, 2),
         (Store(9, 101, 2, DataDescriptor(0, 0, 0), Flag.INLINE), Status.LENGTH, 2),
         (AllocStore(9, 110, 0, DATA), Status.NOT_PERMITTED, 1),
+        (AllocStore(9, 116, 0, DATA), Status.NOT_PERMITTED, 0),
         (AllocStore(9, 100, 9, DataDescriptor(STAG, 0, 999)), Status.ALREADY_BOUND, 2),
         (AllocStore(9, 103, 2, DataDescriptor(STAG, 0, 999)), Status.STALE_GENERATION, 1),
         (AllocStore(9, 103, 1, DataDescriptor(STAG, 0, 999)), Status.LENGTH, 1),
         (AllocStore(9, 103, 0, DataDescriptor(0, 0, 0), Flag.INLINE), Status.LENGTH, 1),
         (AllocStore(9, 103, 0, DATA), Status.NO_SPACE, 1),
         (Free(9, 110, 0), Status.NOT_PERMITTED, 1),
+        (Free(9, 116, 0), Status.NOT_PERMITTED, 0),
         (Free(9, 103, 5), Status.NOT_BOUND, 1),
         (Free(9, 100, 5), Status.STALE_GENERATION, 2),
         (Free(9, 100, 0, Flag.RECORD, CompletionDescriptor(1, 2)), Status.UNSUPPORTED, 2),
@@ -373,6 +377,7 @@ def test_many_frees_at_once_are_answered_as_one_by_one() -> None:
         world.target.bind([100, 101, 102, 103, 105], 0, 64)
         link = world.link().greet()
         effects = link.session.receive_frees(raw, 0.0) if at_once else [link.session.receive(r.encode(), 0.0)[0] for r in requests]
+        assert not at_once or effects[0].messages.shape == (9, 40)  # type: ignore[union-attr]
         octets = effects[0].messages if at_once else np.array([list(effect.data) for effect in effects], np.uint8)  # type: ignore[union-attr]
         answers.append(octets.tobytes())
         tables.append(world.target.table.entries.tobytes())
@@ -390,3 +395,22 @@ def test_a_run_of_frees_that_names_a_handle_twice_is_taken_one_by_one() -> None:
     first, second = link.session.receive_frees(raw, 0.0)
     assert parse(first.data).status == Status.OK  # type: ignore[union-attr]
     assert parse(second.data).status == Status.NOT_BOUND  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("odd", "statuses"),
+    [
+        (Free(2, 102, 2, Flag.SEAL), [Status.OK, Status.MALFORMED]),
+        (Header(Opcode.LOAD, 2, 102, 2), [Status.OK, Status.MALFORMED]),
+        (Free(1, 102, 2), [Status.OK, Status.OK]),
+    ],
+    ids=["undefined flag", "no FREE", "id twice"],
+)
+def test_a_run_of_frees_with_an_odd_message_is_taken_one_by_one(odd: Free | Header, statuses: list[Status]) -> None:
+    world = lent_world()
+    world.target.bind([101, 102], [0, 64], 64)
+    link = world.link().greet()
+    raw = np.frombuffer(Free(1, 101, 2).encode() + odd.encode(), np.uint8).reshape(-1, 24)
+    effects = link.session.receive_frees(raw, 0.0)
+    assert [type(effect) for effect in effects] == [Send, Send]
+    assert [effect.data[23] for effect in effects if isinstance(effect, Send)] == statuses

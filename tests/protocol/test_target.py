@@ -1,0 +1,366 @@
+"""What a target does for its own side: lent blocks, fences, shutting down, and sessions that come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from kbtp_core.protocol.constants import Flag, Status
+from kbtp_core.protocol.effects import Close, LoadMany, Send, SendMany
+from kbtp_core.protocol.pool import BlockState, LentPool
+from kbtp_core.protocol.table import BlockTable
+from kbtp_core.protocol.target import EntryState, Target
+from kbtp_core.protocol.target_session import TargetState
+from kbtp_core.protocol.wire import AllocStore, Bind, DataDescriptor, Free, Load, parse
+from tests.protocol.test_draft_6_6 import direct_link, direct_world
+from tests.protocol.test_many_loads import rows
+from tests.protocol.test_pair_requests import put, ready
+from tests.protocol.world import STAG, World, lent_world, ring_world
+
+DATA = DataDescriptor(STAG, 0, 64)
+
+
+def frees(*requests: Free) -> np.ndarray:
+    return np.frombuffer(b"".join(request.encode() for request in requests), np.uint8).reshape(-1, 24)
+
+
+# Lent pools ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_lent_block_may_end_where_its_region_ends() -> None:
+    world = lent_world(blocks=4, block_bytes=64)
+    assert world.target.bind([101, 102], [192, 255], [64, 1]).tolist() == [2, 2]
+    world.target.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("offset", "length", "why"), [(-1, 1, "outside the region of 256 octets"), (0, -1, "a block holds 1 to 64 octets")]
+)
+def test_a_negative_place_of_a_lent_block_is_no_place(offset: int, length: int, why: str) -> None:
+    world = lent_world(blocks=4, block_bytes=64)
+    before = world.target.table.entries.tobytes()
+    with pytest.raises(ValueError, match=why):
+        world.target.bind([101], np.array([offset]), np.array([length]))
+    assert world.target.table.entries.tobytes() == before
+
+
+def test_a_ring_pool_is_not_bound_by_local_calls() -> None:
+    target = ring_world().target
+    for call in (lambda: target.bind([100], [0], [1]), lambda: target.reclaim([100]), target.take_drained):
+        with pytest.raises(ValueError, match=r"^only a lent pool is bound and reclaimed by local calls; this pool belongs to its ring$"):
+            call()
+
+
+def test_handles_that_are_reclaimed_one_after_the_other_drain_each_by_itself() -> None:
+    world = lent_world()
+    world.target.bind([101, 102, 103], [0, 64, 128], 64)
+    world.native_readers = {1: 1, 2: 1, 3: 2}
+    world.target.reclaim([101])
+    world.target.reclaim([102, 103])
+    assert world.target.draining_count == 3
+    assert world.target.draining_indexes.tolist() == [1, 2, 3]
+    world.native_readers = {2: 1}
+    assert world.target.take_drained().tolist() == [101, 103]
+    assert world.target.draining_count == 1
+    world.target.check_integrity()
+
+
+def test_a_handle_that_is_named_twice_is_reclaimed_once() -> None:
+    world = lent_world()
+    world.target.bind([101, 102], [0, 64], 64)
+    assert world.target.reclaim([101, 101, 102]).tolist() == [True, True, True]
+    assert world.target.draining_count == 2
+    assert world.target.take_drained().tolist() == [101, 102]
+
+
+def test_a_tick_moves_lent_handles_on_as_well() -> None:
+    world = lent_world()
+    world.target.bind([101], [0], [64])
+    world.native_readers = {1: 1}
+    world.target.reclaim([101])
+    world.tick()
+    assert world.target.entry_state[1] == EntryState.DRAINING
+    world.native_readers = {}
+    world.tick()
+    assert world.target.entry_state[1] == EntryState.DRAINED
+    assert world.target.draining_count == 0
+
+
+def test_a_peer_that_leaves_takes_no_lent_block_with_it() -> None:
+    world = lent_world()
+    world.target.bind([101, 102], [0, 64], 64)
+    link = world.link().greet()
+    world.hold_operations = True
+    link.run(link.initiator.load([101], 0, STAG, 0, 64))
+    link.disconnect()
+    assert (link.session.state, world.target.sessions) == (TargetState.CLOSED, {})
+    assert world.target.table.valid_indexes(0, 16).tolist() == [1, 2]
+    assert not world.target.reading.any()
+    world.target.check_integrity()
+
+
+def test_a_connection_that_ends_before_its_hello_leaves_nothing_behind() -> None:
+    for world in (ring_world(), lent_world()):
+        link = world.link()
+        assert not link.session.is_granted
+        link.disconnect()
+        link.disconnect()  # twice is as once
+        assert world.target.sessions == {}
+        assert link.session.receive(link.initiator.parameters.client_name.encode(), 0.0) == []
+
+
+# Runs of FREEs -------------------------------------------------------------------------------------------------------
+
+
+def test_as_many_frees_as_were_granted_are_one_run_and_one_more_is_not() -> None:
+    for count, kinds in [(4, [SendMany]), (5, [Send] * 5)]:
+        world = lent_world()
+        handles = range(101, 101 + count)
+        world.target.bind(list(handles), 0, 64)
+        link = world.link(outstanding=4).greet()
+        effects = link.session.receive_frees(frees(*(Free(handle, handle, 2) for handle in handles)), 0.0)
+        assert [type(effect) for effect in effects] == kinds
+        assert world.target.take_drained().tolist() == list(handles)
+
+
+def test_frees_behind_a_load_that_holds_its_handle_wait_in_line() -> None:
+    world = lent_world()
+    world.target.bind([101, 102], [0, 64], 64, sealed=False)
+    link = world.link().greet()
+    write, _ = link.session.receive(Load(1, 101, 0, DATA, Flag.ALLOW_UNSEALED).encode(), 0.0)
+    (other,) = link.session.receive_frees(frees(Free(2, 101, 2), Free(3, 102, 2)), 0.0)
+    assert parse(other.data).handle == 102  # type: ignore[union-attr]
+    assert link.session.unanswered_count == 1
+    (late,) = link.session.write_done(write.token, True, 0.0)  # type: ignore[union-attr]
+    assert (parse(late.data).handle, parse(late.data).status) == (101, Status.OK)  # type: ignore[union-attr]
+
+
+def test_frees_that_come_before_hello_or_while_shutting_down_are_no_run() -> None:
+    world = lent_world()
+    world.target.bind([101], [0], [64])
+    stranger, link = world.link(), world.link().greet()
+    assert stranger.session.receive_frees(frees(Free(1, 101, 2)), 0.0) == [Close("the first message is no HELLO")]
+    world.target.shut_down()
+    link.session.take_effects()
+    (answer,) = link.session.receive_frees(frees(Free(1, 101, 2)), 0.0)
+    assert parse(answer.data).status == Status.SHUTTING_DOWN  # type: ignore[union-attr]
+    assert world.target.table.entry(1).is_valid
+
+
+def test_frees_of_a_ring_pool_are_no_run() -> None:
+    link = ready(ring_world())
+    put(link, 100, b"a")
+    put(link, 101, b"b")
+    effects = link.session.receive_frees(frees(Free(1, 100, 2), Free(2, 101, 0)), 0.0)
+    assert [type(effect) for effect in effects] == [Send, Send]
+    assert link.world.target.pool.count(BlockState.FREE) == 4  # type: ignore[union-attr]
+
+
+# Runs of LOADs -------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_of_loads_that_all_fail_writes_nothing() -> None:
+    link = ready(ring_world())
+    (many,) = link.session.receive_loads(rows([Load(1, 100, 0, DATA), Load(2, 101, 0, DATA)]), 0.0)
+    assert isinstance(many, LoadMany)
+    assert (many.token, many.lengths.tolist(), many.block_offsets.tolist()) == (0, [0, 0], [0, 0])
+    assert (many.lengths.dtype, many.block_offsets.dtype) == (np.uint32, np.uint64)
+    assert not link.world.target.reading.any()
+
+
+def test_is_reading_tells_which_blocks_an_rdma_write_still_reads() -> None:
+    world = ring_world()
+    link = ready(world)
+    put(link, 100, b"a")
+    put(link, 101, b"b", Flag.NONE)
+    session = link.session
+    world.hold_operations = True
+    link.run(link.initiator.load([101], 0, STAG, 0, 64, Flag.ALLOW_UNSEALED))
+    (many,) = session.receive_loads(rows([Load(70, 100, 0, DATA)]), 0.0)
+    session.receive(AllocStore(71, 102, 0, DATA).encode(), 0.0)
+    assert [session.is_reading(np.array([index])) for index in range(4)] == [True, True, False, False]
+    session.write_done(many.token, True, 0.0)  # type: ignore[union-attr]
+    assert [session.is_reading(np.array(indexes)) for indexes in ([0], [1], [0, 1], [2, 3])] == [False, True, True, False]
+    link.finish_operations()
+    assert not session.is_reading(np.array([0, 1, 2]))
+
+
+# The time of tickets -------------------------------------------------------------------------------------------------
+
+
+def behind_a_load(world: World) -> Callable[[float], object]:
+    """A BIND of handle 100 that waits behind an unsealed load of it; what lets it run."""
+    link = world.links[0]
+    put(world.links[1], 108, b"other")
+    link.bind_taken(link.take_direct([b"x"]), [100], 0)
+    link.run(link.initiator.load([100], 0, STAG, 0, 64, Flag.ALLOW_UNSEALED))
+    write = link.held.pop()
+    return lambda now: link.session.write_done(write.token, True, now)
+
+
+def behind_a_store(world: World) -> Callable[[float], object]:
+    """The same behind a store whose data is being fetched."""
+    link = world.links[0]
+    link.bind_taken(link.take_direct([b"x"]), [100], 0)
+    link.initiator.store([100], 0, STAG, 0, 4)
+    link.run()
+    read = link.held.pop()
+    return lambda now: link.session.read_done(read.token, True, now)
+
+
+def beside_a_load(world: World) -> Callable[[float], object]:
+    """A BIND in the middle of a run of LOADs."""
+    session = world.links[0].session
+    load = Load(80, 101, 0, DATA).encode()
+    bind = Bind(81, 101, 7, 0, 1, 0).encode()
+    return lambda now: session.receive_loads(np.frombuffer(load + bind, np.uint8).reshape(2, 40), now)
+
+
+@pytest.mark.parametrize("prepare", [behind_a_load, behind_a_store, beside_a_load])
+def test_a_ticket_that_a_bind_shows_has_its_time_from_when_the_bind_runs(prepare: Callable[[World], Callable[[float], object]]) -> None:
+    world = direct_world()
+    link = direct_link(world, quota=2)
+    ready(world, quota=1, handles=4)
+    world.hold_operations = True
+    let_it_run = prepare(world)
+    link.fetch_add_head()
+    if prepare is not beside_a_load:
+        link.session.receive(Bind(90, 100, 0, 0, 1, 0).encode(), 0.0)
+    partition = link.session.partition
+    assert partition is not None
+    let_it_run(30.0)
+    assert len(partition.taken_offsets) == 1
+    assert (partition.is_overdue(30.9), partition.is_overdue(31.0)) == (False, True)
+
+
+def test_a_ticket_that_nobody_has_seen_is_given_back_when_the_connection_ends() -> None:
+    link = direct_link(quota=2)
+    link.fetch_add_head()
+    link.disconnect()
+    assert link.world.target.pool.count(BlockState.FREE) == 4  # type: ignore[union-attr]
+    assert link.world.target.sessions == {}
+    link.world.target.check_integrity()
+
+
+def test_the_tickets_of_a_session_that_is_gone_are_looked_at_no_more() -> None:
+    world = direct_world()
+    link, reader = direct_link(world, quota=2), direct_link(world, quota=1)
+    link.bind_taken(link.take_direct([b"x"]), [100])
+    world.hold_operations = True
+    reader.run(reader.initiator.load([100], 0, STAG, 0, 64))
+    partition = link.session.partition
+    assert partition is not None
+    link.disconnect()
+    assert link.session.number in world.target.sessions  # a block of it is still read
+    partition.ring.take_ticket()
+    world.now = 10.0
+    world.tick()
+    assert not link.session.has_tickets
+    assert not link.session.has_effects
+    reader.finish_operations()
+    world.tick()
+    assert link.session.number not in world.target.sessions
+    world.target.check_integrity()
+
+
+def test_a_session_without_a_partition_has_no_tickets() -> None:
+    world = direct_world()
+    plain, direct = ready(world, quota=1), direct_link(world, quota=1)
+    assert world.target.has_open_partitions
+    world.now = 10.0
+    world.tick()
+    assert (plain.session.has_tickets, direct.session.has_tickets) == (False, True)
+    direct.disconnect()
+    assert not world.target.has_open_partitions
+
+
+# Trust domains -------------------------------------------------------------------------------------------------------
+
+
+def test_a_block_that_its_writer_can_still_change_is_served_in_its_own_trust_domain_only() -> None:
+    world = direct_world()
+    writer = direct_link(world, quota=2)
+    writer.bind_taken(writer.take_direct([b"secret"]), [100])
+    friend, stranger = world.link(trust_domain="gpu").greet(), world.link(quota=1, handles=4, trust_domain="else").greet()
+    mine = put(stranger, 108, b"mine")
+    statuses = []
+    for link in (writer, friend, stranger):
+        batch = link.initiator.load([100], 0, STAG, 0, 64)
+        link.run(batch)
+        statuses.append(int(batch.status[0]))
+    assert statuses == [Status.OK, Status.OK, Status.NOT_PERMITTED]
+    assert not stranger.memory[:64].any()
+    batch = stranger.initiator.load([108], [mine], STAG, 0, 64)
+    stranger.run(batch)
+    assert batch.status.tolist() == [Status.OK]
+    assert not stranger.session.allows_executor
+    writer.run(writer.initiator.free([100], 0))
+    freed = stranger.initiator.load([100], 0, STAG, 0, 64)
+    stranger.run(freed)
+    assert freed.status.tolist() == [Status.NOT_BOUND]
+
+
+def test_what_a_failed_store_left_in_a_block_is_cleared() -> None:
+    world = ring_world(blocks=1)
+    link = ready(world, quota=1)
+    world.hold_operations = True
+    batch = link.initiator.alloc_store([100], 0, STAG, 0, 64)
+    link.run()
+    world.pool_memory[:20] = 7  # half of it has come
+    link.finish_operations(ok=False)
+    assert batch.status.tolist() == [Status.ACCESS]
+    assert not world.pool_memory.any()
+
+
+# Ends ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_failed_rdma_write_is_the_end_of_its_connection() -> None:
+    world = ring_world()
+    link = ready(world)
+    put(link, 100, b"data")
+    world.hold_operations = True
+    link.run(link.initiator.load([100], 0, STAG, 0, 64))
+    link.finish_operations(ok=False)
+    assert link.closed_because == "an RDMA Write failed"
+    assert link.session.state is TargetState.CLOSED
+    assert not world.target.reading.any()
+
+
+def test_a_target_that_shuts_down_says_goodbye_to_sessions_and_closes_connections_without_one() -> None:
+    world = ring_world(secrets={"team": b"key"})
+    greeting, proving, link = world.link(), world.link(), world.link(trust_domain="team", secret=b"key").greet()
+    proving.session.receive(proving.initiator.hello(), 0.0)
+    gone = world.link(trust_domain="team", secret=b"key").greet()
+    gone.disconnect()
+    assert [session.number for session in world.target.shut_down()] == [1, 2, 3]
+    for other in (greeting, proving):
+        assert other.session.take_effects() == [Close("the target shuts down")]
+        assert other.session.state is TargetState.CLOSED
+    (goodbye,) = link.session.take_effects()
+    assert isinstance(goodbye, Send)
+    assert (parse(goodbye.data).status, goodbye.answers) == (Status.SHUTTING_DOWN, 0)  # type: ignore[union-attr]
+    assert link.session.state is TargetState.READY
+
+
+def test_a_bind_that_shows_too_many_tickets_closes_the_session_behind_its_answer() -> None:
+    link = direct_link(quota=1)
+    link.fetch_add_head()
+    over = link.fetch_add_head()
+    link.run(link.initiator.bind([100], 0, over >> 32, 1, 0))
+    assert link.statuses[-1] == Status.NO_SPACE
+    assert link.closed_because == "it took 1 tickets more than its quota of 1 allows"
+
+
+def test_a_bound_block_may_be_as_long_as_a_block() -> None:
+    link = direct_link(quota=1)
+    machine = link.take_direct([bytes(range(64))])
+    assert link.bind_taken(machine, [100]).status.tolist() == [Status.OK]
+    assert link.world.block(int(machine.block_offset[0]), 64) == bytes(range(64))
+
+
+def test_a_target_needs_an_incarnation() -> None:
+    with pytest.raises(ValueError, match=r"^a target's incarnation must not be zero$"):
+        Target(LentPool(64, 64), BlockTable(1), name="target", incarnation=0)
