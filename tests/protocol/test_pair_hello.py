@@ -6,12 +6,13 @@ import pytest
 
 from kbtp_core.errors import SessionClosed, SessionRefused
 from kbtp_core.protocol.constants import Opcode, Status
+from kbtp_core.protocol.effects import Close
 from kbtp_core.protocol.hello import Hello, HelloAck
 from kbtp_core.protocol.initiator import InitiatorState
 from kbtp_core.protocol.target import TargetLimits
 from kbtp_core.protocol.target_session import TargetState
 from kbtp_core.protocol.wire import Completion, Header, parse
-from tests.protocol.world import Link, lent_world, ring_world
+from tests.protocol.world import Link, draw, lent_world, ring_world
 
 
 def error_of(link: Link) -> str:
@@ -83,6 +84,19 @@ def test_a_second_hello_without_a_proof_is_a_failed_proof() -> None:
     answer, close = link.session.receive(hello, 0.0)
     assert parse(answer.data).status == Status.UNAUTHENTICATED  # type: ignore[union-attr]
     assert "wrong proof" in close.reason  # type: ignore[union-attr]
+
+
+def test_only_a_refusal_for_want_of_a_proof_has_a_nonce() -> None:
+    for second, status, nonce in [
+        (Hello(1, 1, trust_domain="team", proof=bytes(32)).encode(), Status.UNAUTHENTICATED, draw(16)),
+        (Hello(1, 1, trust_domain="team").encode() + b"x", Status.MALFORMED, bytes(16)),
+    ]:
+        link = ring_world(secrets={"team": b"key"}).link(trust_domain="team")
+        (first,) = link.session.receive(Hello(1, 1, trust_domain="team").encode(), 0.0)
+        assert first.data == HelloAck(1, Status.UNAUTHENTICATED, nonce=draw(16)).encode()  # type: ignore[union-attr]
+        answer, close = link.session.receive(second, 0.0)
+        assert answer.data == HelloAck(1, status, nonce=nonce).encode()  # type: ignore[union-attr]
+        assert isinstance(close, Close)
 
 
 def test_an_unknown_version_is_answered_with_the_highest_that_is_spoken() -> None:

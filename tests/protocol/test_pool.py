@@ -70,5 +70,54 @@ def test_illegal_moves_are_refused_by_name() -> None:
 
 def test_a_lent_pool_says_how_many_blocks_its_region_has() -> None:
     assert LentPool(4096, 10 * 4096 + 100).block_count == 10
-    with pytest.raises(ValueError, match="blocks of 0 octets"):
-        LentPool(0, 100)
+    assert LentPool(64, 64).block_count == 1
+    assert LentPool(1, 1 << 33).block_count == 0xFFFF_FFFF  # as many as HELLO_ACK can say
+    assert LentPool(0xFFFF_FFFF, 0xFFFF_FFFF).block_count == 1
+
+
+@pytest.mark.parametrize(("block_bytes", "region_bytes"), [(0, 100), (-1, 100), (1 << 32, 1 << 33), (64, 63)])
+def test_a_lent_pool_of_no_block_or_of_blocks_that_no_message_can_name_is_refused(block_bytes: int, region_bytes: int) -> None:
+    with pytest.raises(ValueError, match=rf"^blocks of {block_bytes} octets in a region of {region_bytes}$"):
+        LentPool(block_bytes, region_bytes)
+
+
+@pytest.mark.parametrize(("block_bytes", "pool_bytes"), [(0, 64), (-16, 64), (1 << 32, 64), (64, 48), (16, 65)])
+def test_a_pool_of_no_whole_number_of_blocks_is_refused(block_bytes: int, pool_bytes: int) -> None:
+    with pytest.raises(ValueError, match=rf"^{pool_bytes} octets are no whole number of blocks of {block_bytes}$"):
+        BlockPool(block_bytes, np.zeros(pool_bytes, np.uint8))
+
+
+def test_a_partition_is_carved_out_of_what_nobody_was_promised() -> None:
+    pool = pool_of(4)
+    pool.grant(1, 2)
+    assert pool.carve(2, 0, masked=True, timeout_s=1.0) is None
+    first = pool.carve(3, 1, masked=True, timeout_s=1.0)
+    last = pool.carve(4, 9, masked=False, timeout_s=2.0)
+    assert first is not None
+    assert last is not None
+    assert (first.block_offsets, last.block_offsets) == ((0x1000,), (0x1010,))
+    assert [int(partition.ring.counters[1]) for partition in (first, last)] == [1 << 32 | 16, 1 << 32]  # masked, and not
+    assert (first.timeout_s, last.timeout_s, pool.quota_left) == (1.0, 2.0, 0)
+    assert pool.carve(5, 1, masked=True, timeout_s=1.0) is None
+    with pytest.raises(ValueError, match=r"^owner 4 has a quota already$"):
+        pool.grant(4, 1)
+    pool.check_integrity()
+
+
+def test_an_owner_of_blocks_keeps_its_promise() -> None:
+    pool = pool_of(4)
+    pool.grant(1, 3)
+    pool.take(1)
+    pool.take(1)
+    with pytest.raises(AssertionError, match=r"^owner 1 still owns 2 blocks$"):
+        pool.revoke(1)
+
+
+def test_the_octets_of_a_block_are_read_from_its_start() -> None:
+    pool = pool_of(4)
+    pool.grant(1, 2)
+    first, second = pool.take(1), pool.take(1)
+    assert (first, second) == (0x1000, 0x1010)
+    pool.write(0x1000, b"first")
+    pool.write(0x1010, b"second")
+    assert (pool.octets(0x1010, 6), pool.octets(0x1000, 3), pool.octets(0x1000, 0)) == (b"second", b"fir", b"")

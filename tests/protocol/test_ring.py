@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kbtp_core.protocol.constants import EMPTY_SLOT
-from kbtp_core.protocol.ring import MASKED_ADD, FreeRing, Ticket, add_mask, fetch_add
+from kbtp_core.protocol.ring import MASKED_ADD, SLOT, FreeRing, Ticket, add_mask, fetch_add
 
 
 @pytest.mark.parametrize(
@@ -96,6 +98,70 @@ def test_a_ring_of_one_block_still_has_two_slots() -> None:
         ring.give_back(64)
     with pytest.raises(ValueError, match="n must be 1"):
         FreeRing([64], log2_slots=0)
+
+
+def test_the_block_of_a_ticket_is_known_while_it_waits_in_line_for_its_slot() -> None:
+    ring = FreeRing([10, 20, 30, 40])
+    slow = ring.take_ticket()
+    assert [ring.allocate() for _ in range(3)] == [20, 30, 40]
+    assert [ring.give_back(offset) for offset in (20, 30, 40)] == [False, True, True]  # tickets 4, 5 and 6; 4 waits for slot 0
+    ring.take_ticket()
+    assert [ring.allocate() for _ in range(2)] == [30, 40]
+    assert [ring.give_back(offset) for offset in (40, 30)] == [True, False]  # tickets 7 and 8; 8 waits behind 4
+    assert [ring.block_for(ring.ticket_at(sequence)) for sequence in (0, 4, 7, 8)] == [10, 20, 40, 30]
+    for sequence in (1, 12):
+        with pytest.raises(ValueError, match=rf"^no block was given back for ticket {sequence}$"):
+            ring.block_for(ring.ticket_at(sequence))
+    ring.consume(slow)
+    assert ring.deferred_count == 1
+    assert [ring.block_for(ring.ticket_at(sequence)) for sequence in (4, 8)] == [20, 30]
+    ring.consume(ring.ticket_at(4))
+    assert (ring.deferred_count, ring.read(ring.ticket_at(8))) == (0, 30)
+    ring.check_integrity()
+
+
+def test_a_slot_is_not_consumed_for_a_ticket_that_it_was_not_written_for() -> None:
+    ring = FreeRing([10, 20])
+    with pytest.raises(ValueError, match=r"^slot 1 does not hold a block for ticket 3$"):
+        ring.consume(ring.ticket_at(3))
+    ring.consume(ring.ticket_at(1))
+    with pytest.raises(ValueError, match=r"^slot 1 does not hold a block for ticket 1$"):
+        ring.consume(ring.ticket_at(1))
+
+
+def test_more_tickets_than_free_blocks_make_the_count_negative() -> None:
+    ring = FreeRing([10], first_sequence=2**32 - 2)
+    counts = [ring.free_count]
+    for _ in range(3):
+        ring.take_ticket()
+        counts.append(ring.free_count)
+    assert counts == [1, 0, -1, -2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"log2_slots": 0}, "2 blocks in 2^0 slots: n must be 1 ... 28 and hold all blocks"),
+        ({"log2_slots": 29}, "2 blocks in 2^29 slots: n must be 1 ... 28 and hold all blocks"),
+        ({"first_sequence": 3}, "first_sequence 3 must be a multiple of the 2 slots"),
+        ({"slots": np.zeros(2, "V16")}, "ring memory must be 2 entries of dtype SLOT and two counters"),
+        ({"slots": np.zeros(3, SLOT)}, "ring memory must be 2 entries of dtype SLOT and two counters"),
+        ({"counters": np.zeros(1, np.uint64)}, "ring memory must be 2 entries of dtype SLOT and two counters"),
+    ],
+)
+def test_a_ring_that_does_not_fit_its_memory_or_its_tickets_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        FreeRing([0, 64], **arguments)
+    assert str(refused.value) == message
+
+
+def test_a_ring_lies_in_memory_that_the_caller_supplies() -> None:
+    slots, counters = np.zeros(4, SLOT), np.zeros(2, np.uint64)
+    ring = FreeRing([64, 128, 192], slots=slots, counters=counters)
+    assert slots["block_offset"].tolist() == [64, 128, 192, EMPTY_SLOT]
+    ring.allocate()
+    assert slots["block_offset"].tolist() == [EMPTY_SLOT, 128, 192, EMPTY_SLOT]
+    assert counters.tolist() == [1 << 32 | 16, 3 << 32 | 48]
 
 
 class RingModel(RuleBasedStateMachine):

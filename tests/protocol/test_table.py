@@ -85,3 +85,11 @@ def test_a_table_lives_in_memory_that_the_caller_supplies() -> None:
     assert memory["block_offset"][3] == 128
     with pytest.raises(ValueError, match="5 aligned, contiguous entries"):
         BlockTable(5, memory=memory)
+
+
+def test_valid_entries_of_a_range_are_found_where_they_are() -> None:
+    table = BlockTable(8, base_handle=10)
+    table.bind([11, 13, 15, 17], [0, 64, 128, 192], 1, sealed=False)
+    assert table.valid_indexes(0, 8).tolist() == [1, 3, 5, 7]
+    assert table.valid_indexes(3, 4).tolist() == [3, 5]
+    assert table.valid_indexes(4, 1).tolist() == []

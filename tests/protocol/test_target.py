@@ -75,6 +75,40 @@ def test_a_handle_that_is_named_twice_is_reclaimed_once() -> None:
     assert world.target.take_drained().tolist() == [101, 102]
 
 
+def test_readers_are_asked_for_entries_that_no_session_reads() -> None:
+    world = lent_world()
+    world.target.bind([101, 102, 103], [0, 64, 128], 64, sealed=False)
+    link = world.link().greet()
+    world.hold_operations = True
+    link.run(link.initiator.load([102], 0, STAG, 0, 64, Flag.ALLOW_UNSEALED))
+    asked: list[np.ndarray] = []
+
+    def readers(indexes: np.ndarray) -> np.ndarray:
+        asked.append(indexes)
+        return (indexes == 3).astype(np.uint32)
+
+    world.target.readers = readers
+    world.target.reclaim([101, 102, 103])
+    assert world.target.take_drained().tolist() == [101]
+    assert [(indexes.tolist(), indexes.dtype) for indexes in asked] == [([1, 3], np.uint64)]
+
+
+def test_without_an_executor_a_target_counts_its_own_readers_only() -> None:
+    for world in (ring_world(), lent_world()):
+        world.target.readers = None
+        link = ready(world)
+        if isinstance(world.target.pool, LentPool):
+            world.target.bind([101], [0], [64])
+            world.target.reclaim([101])
+            drained = world.target.take_drained()
+            assert (drained.tolist(), drained.dtype) == ([101], np.uint64)
+        else:
+            put(link, 100, b"data")
+            freed = link.initiator.free([100], 0)
+            link.run(freed)
+            assert freed.status.tolist() == [Status.OK]
+
+
 def test_a_tick_moves_lent_handles_on_as_well() -> None:
     world = lent_world()
     world.target.bind([101], [0], [64])
