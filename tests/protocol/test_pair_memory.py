@@ -84,6 +84,41 @@ def test_a_freed_block_stays_out_of_the_ring_while_a_write_reads_it() -> None:
     world.target.check_integrity()
 
 
+def test_a_freed_block_stays_out_of_the_ring_until_the_last_of_its_readers_is_done() -> None:
+    world = ring_world(blocks=1)
+    owner, readers = ready(world, quota=1), [world.link().greet() for _ in range(2)]
+    put(owner, 100, b"data")
+    world.hold_operations = True
+    for reader in readers:
+        reader.run(reader.initiator.load([100], 0, STAG, 0, 64))
+    freed = owner.initiator.free([100], 0)
+    owner.run()
+    for reader in readers:
+        world.tick()
+        assert not freed.is_done
+        reader.finish_operations()
+    world.tick()
+    assert freed.status.tolist() == [Status.OK]
+    assert [reader.memory[:4].tobytes() for reader in readers] == [b"data"] * 2
+    world.target.check_integrity()
+
+
+def test_each_operation_of_a_session_has_a_token_of_its_own_and_none_is_zero() -> None:
+    world = ring_world()
+    link = ready(world)
+    put(link, 100, b"data")
+    world.hold_operations = True
+    link.run(link.initiator.load([100] * 4, 0, STAG, 0, 64))
+    link.initiator.alloc_store([101], 0, STAG, 0, 64)
+    link.run()
+    (many,) = link.session.receive_loads(
+        np.frombuffer(Load(99, 100, 0, DataDescriptor(STAG, 0, 64)).encode(), np.uint8).reshape(1, 40), 0.0
+    )
+    tokens = [operation.token for operation in link.held] + [many.token]  # type: ignore[union-attr]
+    assert len(set(tokens)) == 6
+    assert min(tokens) > 0
+
+
 def test_a_freed_block_stays_out_of_the_ring_while_a_native_reader_reads_it() -> None:
     world = ring_world(blocks=1)
     link = ready(world, quota=1)

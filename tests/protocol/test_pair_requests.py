@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -146,9 +149,10 @@ def test_a_message_shorter_than_a_header_is_answered_with_what_came_of_its_reque
 
 def test_inline_data_over_the_granted_length_is_malformed() -> None:
     link = ready(ring_world(limits=TargetLimits(inline_bytes=8)))
-    request = AllocStore(1, 100, 0, DataDescriptor(0, 0, 9), Flag.INLINE, None, b"123456789")
-    (effect,) = link.session.receive(request.encode(), 0.0)
-    assert parse(effect.data).status == Status.MALFORMED  # type: ignore[union-attr]
+    for data, status in [(b"123456789", Status.MALFORMED), (b"12345678", Status.OK)]:
+        request = AllocStore(1, 100, 0, DataDescriptor(0, 0, len(data)), Flag.INLINE, None, data)
+        (effect,) = link.session.receive(request.encode(), 0.0)
+        assert parse(effect.data).status == status  # type: ignore[union-attr]
     with pytest.raises(ValueError, match="takes at most 8"):
         link.initiator.alloc_store_inline([100], 0, [b"123456789"])
 
@@ -167,6 +171,37 @@ def test_invalidate_names_the_stag_of_the_data_descriptor_also_when_the_request_
     put(link, 100, b"data")
     link.run(link.initiator.load([100, 105], 0, [STAG, STAG + 1], 0, 64, Flag.INVALIDATE))
     assert link.invalidated == [STAG, STAG + 1]
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "stag"),
+    [
+        ({"request_id": 8}, Status.BUSY, STAG),
+        ({"request_id": 7}, Status.MALFORMED, None),  # it may not be what its sender meant
+        ({"request_id": 8, "flags": Flag.INVALIDATE | Flag.RECORD, "record": CompletionDescriptor(1, 2)}, Status.UNSUPPORTED, STAG),
+        ({"request_id": 8, "flags": Flag.NONE}, Status.BUSY, None),
+    ],
+)
+def test_invalidate_holds_for_a_request_that_is_not_run_as_well(change: dict[str, Any], status: Status, stag: int | None) -> None:
+    link = ready(ring_world(limits=TargetLimits(outstanding=1)))
+    link.session.receive(AllocStore(7, 100, 0, DATA).encode(), 0.0)
+    (answer,) = link.session.receive(replace(Load(0, 101, 0, DATA, Flag.INVALIDATE), **change).encode(), 0.0)
+    assert isinstance(answer, Send)
+    assert (parse(answer.data), answer.invalidate_stag) == (Completion(change["request_id"], 101, 1, status), stag)
+
+
+def test_a_free_names_no_block_in_its_completion() -> None:
+    for native_readers in (0, 1):
+        world = ring_world()
+        link = ready(world)
+        put(link, 100, b"first")
+        put(link, 101, b"second")
+        world.native_readers[1] = native_readers
+        freed = link.initiator.free([101], 0)
+        link.run()
+        world.native_readers.clear()
+        world.tick()
+        assert (freed.status[0], freed.data_length[0], freed.block_offset[0]) == (Status.OK, 0, 0)
 
 
 def test_two_outstanding_requests_with_one_id_are_malformed_and_the_later_is_not_run() -> None:
