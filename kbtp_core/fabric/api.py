@@ -213,8 +213,11 @@ class QueuePair(Protocol):
     def post_receive(self, requests: Array) -> None:
         """Post a batch (dtype RECEIVE_REQUEST), all or nothing. Raises QueueFull, QueuePairClosed."""
 
-    def attach_executor(self, executor: Executor, pool: Region) -> None:
-        """Let `executor` answer this pair's LOADs from `pool`; Block Offsets are tagged offsets of that region."""
+    def attach_executor(self, executor: Executor, pool: Region, grant: StoreGrant | None = None) -> None:
+        """Let `executor` run this pair's requests on `pool`; Block Offsets are tagged offsets of that region.
+
+        Without `grant` only LOADs are run. With it `pool` needs LOCAL_WRITE.
+        """
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Orderly end: what was posted is sent, then FIN. DISCONNECTED follows within `timeout_s`, by force if need be."""
@@ -225,18 +228,78 @@ class QueuePair(Protocol):
     def stats(self) -> dict[str, int]: ...
 
 
-class Executor(Protocol):
-    """Optional (draft section 8): answers plain KBTP LOADs from the block table without the interpreter.
+@dataclass(frozen=True)
+class PoolState:
+    """A pool that its ring owns, as arrays that the target and its executor both write (n table entries, F blocks).
 
-    It runs a 40-octet LOAD whose flags are within INVALIDATE | ALLOW_UNSEALED and which passes every check; anything else, and
-    everything while an earlier message of that queue pair waits for its receive buffer to be posted again, goes up as RECEIVE.
+    An entry, and a block that a session owns, are written by whoever serves that session: the executor while none of its messages
+    waits for the target, else the target. The ring is moved only by `SharesPool.allocate` and `give_back`.
+    """
+
+    memory: NDArray[np.uint8]
+    """The blocks, F * block_bytes octets; block i has Block Offset base_offset + i * block_bytes."""
+    base_offset: int
+    block_states: NDArray[np.uint8]
+    """(F,) 0 free, 1 taken, 2 bound, 3 draining."""
+    entry_states: NDArray[np.uint8]
+    """(n,) 0 idle, 1 bound, 2 draining, 4 reserved for a store."""
+    owners: NDArray[np.uint64]
+    """(n,) the session that bound the entry, or 0."""
+    generations: NDArray[np.uint16]
+    """(n,) as in the table, in host byte order."""
+    slots: Array
+    counters: NDArray[np.uint64]
+    log2_slots: int
+    is_masked: bool
+    clears_blocks: bool
+    """A freed block is zeroed before anybody else gets it."""
+
+
+@dataclass(frozen=True)
+class StoreGrant:
+    """What a session may do beyond LOAD: its handles, its quota, and the cell (1,) that counts the blocks it owns."""
+
+    owner: int
+    handle_base: int
+    handle_count: int
+    inline_bytes: int
+    quota: int
+    usage: NDArray[np.uint64]
+
+
+class Executor(Protocol):
+    """Optional (draft section 8): runs plain KBTP requests without the interpreter.
+
+    It runs a LOAD, and with a PoolState a STORE, an ALLOC_STORE or a FREE, of one segment that has no flag RECORD and passes every
+    check. Anything else goes up as RECEIVE, and so does everything while an earlier message of that queue pair waits for its receive
+    buffer to be posted again. What goes up comes after all that ran before it and that it could depend on.
     """
 
     def readers(self, entries: NDArray[np.uint64]) -> NDArray[np.uint32]:
-        """How many native LOADs still read the block of each table entry (index, not handle).
+        """How many reads of the block of each table entry (index, not handle) are under way.
 
         Clear the entry first, then ask: after that the count only falls, and at zero nothing reads the block any more.
         """
+
+    def stop(self) -> None:
+        """Run nothing that arrives from now on."""
+
+
+@runtime_checkable
+class SharesPool(Executor, Protocol):
+    """An executor that was given a PoolState, seen from the target, which must do these two things through it."""
+
+    def hold(self, entries: NDArray[np.uint64]) -> None:
+        """Count one more reader of each entry. Look at the entries again afterwards: one may have been freed just before."""
+
+    def let_go(self, entries: NDArray[np.uint64]) -> None:
+        """Undo `hold`."""
+
+    def allocate(self) -> int | None:
+        """Take a Block Offset from the ring."""
+
+    def give_back(self, block_offset: int) -> None:
+        """Return a Block Offset to the ring."""
 
 
 @runtime_checkable
@@ -329,7 +392,10 @@ class Fabric(Protocol):
     def listen(self, host: str, port: int, cq: CompletionQueue, *, startup_timeout_s: float = 5.0, backlog: int = 128) -> Listener:
         """Listen on host:port (port 0: any). Raises FabricError naming the address if it can't be bound."""
 
-    def create_executor(self, table: Array, base_handle: int, block_bytes: int) -> Executor | None:
-        """An executor over `table` (n entries of 16 octets, C-contiguous, kept alive), or None where the provider has none."""
+    def create_executor(self, table: Array, base_handle: int, block_bytes: int, pool: PoolState | None = None) -> Executor | None:
+        """An executor over `table` (n entries of 16 octets, C-contiguous, kept alive), or None where the provider has none.
+
+        With `pool` it also runs stores and frees, if it can: then it is a `SharesPool`.
+        """
 
     def close(self) -> None: ...

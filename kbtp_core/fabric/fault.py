@@ -35,11 +35,13 @@ from kbtp_core.fabric.api import (
     FabricError,
     Listener,
     Op,
+    PoolState,
     ProtectionDomain,
     QueueFull,
     QueueLimits,
     QueuePair,
     Region,
+    StoreGrant,
 )
 
 
@@ -211,8 +213,8 @@ class FaultyQp:
     def post_receive(self, requests: Array) -> None:
         self.inner.post_receive(requests)
 
-    def attach_executor(self, executor: Executor, pool: Region) -> None:
-        self.inner.attach_executor(executor, pool)
+    def attach_executor(self, executor: Executor, pool: Region, grant: StoreGrant | None = None) -> None:
+        self.inner.attach_executor(executor, pool, grant)
 
     def close(self, timeout_s: float = 2.0) -> None:
         self.inner.close(timeout_s)
@@ -295,8 +297,8 @@ class FaultyFabric:
         inner = self.inner.listen(host, port, self.own_cq(cq).inner, startup_timeout_s=startup_timeout_s, backlog=backlog)
         return FaultyListener(inner, self)
 
-    def create_executor(self, table: NDArray[Any], base_handle: int, block_bytes: int) -> Executor | None:
-        return self.inner.create_executor(table, base_handle, block_bytes)
+    def create_executor(self, table: NDArray[Any], base_handle: int, block_bytes: int, pool: PoolState | None = None) -> Executor | None:
+        return self.inner.create_executor(table, base_handle, block_bytes, pool)
 
     def close(self) -> None:
         self.inner.close()

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from kbtp_core.fabric.api import Array, FabricError, ProtectionDomain, QueueLimits
+from kbtp_core.fabric.api import Array, FabricError, PoolState, ProtectionDomain, QueueLimits
 from kbtp_core.fabric.api import CompletionQueue as CompletionQueueLike
+from kbtp_core.fabric.executor import NativeExecutor, create_executor
 from kbtp_core.fabric.sim_clock import QUIET, Conditions, Simulation
-from kbtp_core.fabric.sim_executor import SimExecutor
 from kbtp_core.fabric.sim_memory import GARBAGE, SimDomain, SimRegion
 from kbtp_core.fabric.sim_pair import SimQp
 from kbtp_core.fabric.sim_queues import SimCq, SimListener, SimRequest
@@ -30,7 +30,6 @@ __all__ = [
     "Conditions",
     "SimCq",
     "SimDomain",
-    "SimExecutor",
     "SimFabric",
     "SimListener",
     "SimQp",
@@ -80,8 +79,8 @@ class SimFabric:
         listener = self.sim.listeners[address] = SimListener(self, address, cq)
         return listener
 
-    def create_executor(self, table: Array, base_handle: int, block_bytes: int) -> SimExecutor | None:
-        return SimExecutor(table, base_handle, block_bytes) if self.has_executor else None
+    def create_executor(self, table: Array, base_handle: int, block_bytes: int, pool: PoolState | None = None) -> NativeExecutor | None:
+        return create_executor(table, base_handle, block_bytes, pool) if self.has_executor else None
 
     def close(self) -> None:
         """End every connection and stop listening."""

@@ -1,70 +1,128 @@
-"""The executor of a simulated device: plain LOADs are answered by the fabric itself, as the software RNIC does (draft section 8).
+"""The executor beside a simulated queue pair (draft section 8): what the native one decides, done in virtual time.
 
-It reads the request and the table entry as octets, and counts a reader from the moment it has seen the entry until the block was read,
-which may be long after. Everything that is not the plain case goes up.
+The software RNIC and this module ask the same native `ExecutorSession` what to do with a message, so what the simulator proves of it
+holds there too. Loads read their block when they start or as late as they arrive; reads of stores take their turn within the peer's
+credit.
 """
 
 from __future__ import annotations
 
-import struct
-from typing import Final
+from collections import deque
+from typing import TYPE_CHECKING, Final
 
-import numpy as np
-from numpy.typing import NDArray
-
-from kbtp_core.fabric.api import Array, Op
+from kbtp_core import _native
+from kbtp_core.fabric.api import Access, Op, StoreGrant
+from kbtp_core.fabric.executor import NativeExecutor
 from kbtp_core.fabric.sim_memory import SimRegion
-from kbtp_core.fabric.sim_message import Message
+from kbtp_core.fabric.sim_message import Message, Work
 
-_request = struct.Struct(">BBHQQHHIQI")
-_entry = struct.Struct(">HHIQ")
-_completion = struct.Struct(">BBHQQHHIIQ")
-_VERSION, _LOAD, _COMPLETION = 1, 3, 8
-_INVALIDATE, _ALLOW_UNSEALED = 0x08, 0x10
-_VALID, _SEALED = 1, 2
-_ENTRY_BYTES: Final = 16
+if TYPE_CHECKING:
+    from kbtp_core.fabric.sim_pair import SimQp
+    from kbtp_core.fabric.sim_queues import Item
+
+_LOAD, _READ_IT = 0, 1  # kinds of native work
+_READ, _LOCAL_WRITE = int(Op.READ), int(Access.LOCAL_WRITE)
 
 
-class SimExecutor:
-    """See `fabric.api.Executor`."""
+class SimRun:
+    """What an executor has in progress for one pair."""
 
-    def __init__(self, table: Array, base_handle: int, block_bytes: int) -> None:
-        self._octets = table.reshape(-1).view(np.uint8).data
-        self._base_handle = base_handle
-        self._block_bytes = block_bytes
-        self._entry_count = len(self._octets) // _ENTRY_BYTES
-        self._readers: NDArray[np.uint32] = np.zeros(self._entry_count, np.uint32)
-        self.load_count = 0
+    def __init__(self, pair: SimQp, executor: NativeExecutor, pool: SimRegion, grant: StoreGrant | None) -> None:
+        self._pair = pair
+        self._pool = pool
+        self._keep: Final = (executor, grant)
+        self._session = _native.create_executor_session(executor.native, grant, pool.length)
+        self._loads: dict[Message, tuple[int, bool]] = {}  # Writes whose source is not read yet -> table entry, snapshot
+        self._waiting: deque[_native.Work] = deque()  # stores that wait for their turn to read
+        self._reading: dict[Work, int] = {}  # Reads under way -> table entry
+        self._withheld: list[Item] = []
+        self.counts: Final = {"executed_loads": 0, "executed_stores": 0, "executed_frees": 0}
 
-    def readers(self, entries: NDArray[np.uint64]) -> NDArray[np.uint32]:
-        found: NDArray[np.uint32] = self._readers[entries.astype(np.intp)]
-        return found
+    @property
+    def is_busy(self) -> bool:
+        """Whether something of it is still to be sent."""
+        return bool(self._loads or self._waiting)
 
-    def begin(self, index: int) -> None:
-        self._readers[index] += 1
+    def take(self, data: bytes, is_up: bool, receive_count: int) -> bool:
+        """Whether a message is run here. Each one that is needs one of the receives that are posted until it is answered."""
+        if receive_count <= len(self._loads) + len(self._waiting) + len(self._reading):
+            return False
+        work = self._session.take(data, is_up, self._pair.read_limit > 0)
+        if work is None:
+            return False
+        self._do(work)
+        return True
 
-    def done(self, index: int) -> None:
-        self._readers[index] -= 1
+    def withhold(self, item: Item) -> bool:
+        """Whether the completion of a message that goes up has to wait; then it is kept."""
+        if not self._session.has_unsettled:
+            return False
+        self._withheld.append(item)
+        return True
 
-    def execute(self, data: bytes, pool: SimRegion) -> tuple[int, Message, Message] | None:
-        """The table entry, the Write and the Send that answer a plain LOAD, or None for anything else. The Write's source is unread."""
-        if len(data) != _request.size:
-            return None
-        version, opcode, flags, request_id, handle, generation, status, stag, to, room = _request.unpack(data)
-        index = handle - self._base_handle
-        is_plain = version == _VERSION and opcode == _LOAD and not flags & ~(_INVALIDATE | _ALLOW_UNSEALED) and status == 0
-        if not is_plain or not 0 <= index < self._entry_count:
-            return None
-        entry_flags, current, length, block_offset = _entry.unpack_from(self._octets, index * _ENTRY_BYTES)
-        is_sealed = bool(entry_flags & _SEALED)
-        if not entry_flags & _VALID or generation not in (0, current) or not (is_sealed or flags & _ALLOW_UNSEALED):
-            return None
-        if length > room or length > self._block_bytes or block_offset + length > pool.length:
-            return None
-        self.load_count += 1
-        write = Message(int(Op.WRITE), None, pool, block_offset, length, None, stag, to)
-        if not is_sealed:
-            write.data = pool.read(block_offset, length)
-        octets = _completion.pack(_VERSION, _COMPLETION, 0, request_id, handle, current, 0, length, 0, block_offset)
-        op = Op.SEND_INVALIDATE if flags & _INVALIDATE else Op.SEND
-        return index, write, Message(int(op), None, None, 0, len(octets), octets, stag if flags & _INVALIDATE else 0)
+    def start_reads(self) -> list[Message]:
+        """Reads of stores that may start now."""
+        pair = self._pair
+        started = []
+        while self._waiting and pair.reads_outstanding < pair.read_limit:
+            native = self._waiting.popleft()
+            work = Work(0, _READ, 0, native.length, sink_stag=self._pool.stag, sink_offset=native.block_offset)
+            self._reading[work] = native.entry
+            pair.reads_outstanding += 1
+            if pair.sim.chance(pair.sim.conditions.garbage):
+                self._pool.fill_with_garbage(native.block_offset, native.length)
+            started.append(Message(_READ, work, self._pool, native.block_offset, native.length, None, native.stag, native.offset))
+        return started
+
+    def left(self, message: Message) -> None:
+        """The source of a message was read, and may be reused."""
+        load = self._loads.pop(message, None)
+        if load is not None:
+            self._session.load_sent(*load)
+            self._settled()
+
+    def arrived(self, work: Work) -> bool:
+        """The data of a Read is there; whether it was one of these."""
+        entry = self._reading.pop(work, None)
+        if entry is None:
+            return False
+        self._do(self._session.store_arrived(entry))
+        self._settled()
+        return True
+
+    def end(self) -> tuple[list[Item], list[tuple[int, int, int, int]]]:
+        """The connection is gone: what was withheld, and the memory that its Reads may still write to until `give_up`."""
+        for load in self._loads.values():
+            self._session.load_sent(*load)
+        self._loads.clear()
+        sinks = [(work.sink_stag, work.sink_offset, work.length, _LOCAL_WRITE) for work in self._reading]
+        return self._withheld, sinks
+
+    def give_up(self) -> None:
+        """Nothing touches memory any more."""
+        self._session.give_up()
+
+    def _do(self, work: _native.Work) -> None:
+        pair = self._pair
+        if work.kind == _READ_IT:
+            self._waiting.append(work)
+            pair.ring()
+            return
+        for name, is_one in zip(self.counts, (work.opcode == 3, work.opcode in (4, 5), work.opcode == 6), strict=True):
+            self.counts[name] += is_one
+        messages = []
+        if work.kind == _LOAD:
+            write = Message(int(Op.WRITE), None, self._pool, work.block_offset, work.length, None, work.stag, work.offset)
+            self._loads[write] = work.entry, work.snapshot
+            if not pair.sim.chance(pair.sim.conditions.late_read) and not pair.gather(write):
+                return
+            messages.append(write)
+        op, stag = (Op.SEND_INVALIDATE, work.stag) if work.invalidate else (Op.SEND, 0)
+        messages.append(Message(int(op), None, None, 0, len(work.answer), work.answer, stag))
+        pair.launch(messages)
+
+    def _settled(self) -> None:
+        if self._withheld and not self._session.has_unsettled:
+            for item in self._withheld:
+                self._pair.cq.push(item)
+            self._withheld = []

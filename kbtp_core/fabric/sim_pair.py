@@ -30,9 +30,11 @@ from kbtp_core.fabric.api import (
     QueueLimits,
     QueuePairClosed,
     Region,
+    StoreGrant,
     WrFlag,
 )
-from kbtp_core.fabric.sim_executor import SimExecutor
+from kbtp_core.fabric.executor import NativeExecutor
+from kbtp_core.fabric.sim_executor import SimRun
 from kbtp_core.fabric.sim_memory import Fault, SimDomain, SimRegion
 from kbtp_core.fabric.sim_message import ATOMICS, FIN, POSTABLE, SOURCED, Message, Row, Work
 from kbtp_core.fabric.sim_queues import Item, SimCq
@@ -72,9 +74,8 @@ class SimQp:
         self.other: SimQp | None = None
         self.receiver = Receiver(self)
         self.reads_outstanding = 0
-        self.executor: SimExecutor | None = None
-        self.pool: SimRegion | None = None
-        self.native: dict[Message, int] = {}  # Writes of the executor whose source is not read yet -> table entry
+        self.run: SimRun | None = None
+        """What an executor does for it."""
         self._queue: deque[Row] = deque()  # posted, not started
         self._works: deque[Work] = deque()  # started, not completed
         self._arrives = 0.0  # when the last message sent so far arrives
@@ -225,6 +226,10 @@ class SimQp:
                 items.append((work.wr_id, self.number, work.op, work.status, 0, 0, 0, work.value))
             if work.op == _READ and not work.is_done:
                 self._sinks.append((work.sink_stag, work.sink_offset, work.length, _LOCAL_WRITE))
+        if self.run is not None:
+            withheld, sinks = self.run.end()
+            items += withheld
+            self._sinks += sinks
         items += [(row[0], self.number, row[1], _FLUSHED, 0, 0, 0, 0) for row in self._queue]
         for wr_id, offset, stag, length in self.receiver.posted:
             items.append((wr_id, self.number, Op.RECEIVE, _FLUSHED, 0, 0, 0, 0))
@@ -250,12 +255,10 @@ class SimQp:
                 if isinstance(region, SimRegion):
                     region.fill_with_garbage(offset, length)
         self._sinks.clear()
+        if self.run is not None:
+            self.run.give_up()
 
     def _forget(self) -> None:
-        for index in self.native.values():
-            assert self.executor is not None
-            self.executor.done(index)
-        self.native.clear()
         self._queue.clear()
         self._works.clear()
         self.receiver.posted.clear()
@@ -280,13 +283,14 @@ class SimQp:
             raise QueueFull(f"{len(requests)} more receives pass the receive_depth of {self.limits.receive_depth}")
         self.receiver.post(requests.tolist())
 
-    def attach_executor(self, executor: Executor, pool: Region) -> None:
-        if not isinstance(executor, SimExecutor) or not isinstance(pool, SimRegion):
+    def attach_executor(self, executor: Executor, pool: Region, grant: StoreGrant | None = None) -> None:
+        if not isinstance(executor, NativeExecutor) or not isinstance(pool, SimRegion):
             raise FabricError("a simulated queue pair takes an executor and a pool of its own device")
-        self.executor, self.pool = executor, pool
+        self.run = SimRun(self, executor, pool, grant)
 
     def stats(self) -> dict[str, int]:
-        return {"queued": len(self._queue), "started": len(self._works), "receives": len(self.receiver.posted)}
+        counts = {} if self.run is None else self.run.counts
+        return {"queued": len(self._queue), "started": len(self._works), "receives": len(self.receiver.posted), **counts}
 
     # Sending ---------------------------------------------------------------------------------------------------------
 
@@ -302,7 +306,7 @@ class SimQp:
         conditions = sim.conditions
         is_late = sim.chance(conditions.late_read)
         room = 1 + int(sim.random.random() * 4) if sim.chance(conditions.small_burst) else _BURST
-        burst: list[Message] = []
+        burst: list[Message] = [] if self.run is None else self.run.start_reads()
         while queue and len(burst) < room and not self._must_wait(queue[0]):
             message = self._begin(queue.popleft(), is_late)
             if message is None:
@@ -316,7 +320,7 @@ class SimQp:
         if queue:
             if not self._must_wait(queue[0]):
                 self.ring()
-        elif self.state is PairState.CLOSING and not self.native and not self._has_unsent():
+        elif self.state is PairState.CLOSING and not (self.run is not None and self.run.is_busy) and not self._has_unsent():
             self._finish_closing()
 
     def _has_unsent(self) -> bool:
@@ -331,13 +335,15 @@ class SimQp:
         if self._peer_closed:
             self.end(0)
 
+    @property
+    def read_limit(self) -> int:
+        """How many Reads and atomics may be outstanding."""
+        return 0 if self.other is None else min(self.limits.ord, self.other.limits.ird)
+
     def _must_wait(self, row: Row) -> bool:
         op, flags = row[1], row[2]
-        assert self.other is not None
-        if op == _READ or op in ATOMICS:
-            limit = min(self.limits.ord, self.other.limits.ird)
-            if self.reads_outstanding >= limit:
-                return True
+        if (op == _READ or op in ATOMICS) and self.reads_outstanding >= self.read_limit:
+            return True
         return bool(flags & _FENCE) and self.reads_outstanding > 0
 
     def _begin(self, row: Row, is_late: bool) -> Message | None:
@@ -383,10 +389,8 @@ class SimQp:
             else:
                 self.fail(Fault.UNKNOWN.request)
             return False
-        index = self.native.pop(message, None)
-        if index is not None:
-            assert self.executor is not None
-            self.executor.done(index)
+        if self.run is not None:
+            self.run.left(message)
         return True
 
     def launch(self, burst: list[Message]) -> None:

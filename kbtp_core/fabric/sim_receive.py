@@ -165,7 +165,7 @@ class Receiver:
         kind = message.kind
         data = message.data or b""
         is_immediate = kind in IMMEDIATES
-        if pair.executor is not None and not self._held_count and kind == Op.SEND and self._execute(data):
+        if pair.run is not None and kind == Op.SEND and pair.run.take(data, self._held_count > 0, len(self.posted)):
             return True
         wr_id, offset, stag, room = self.posted[0]
         if len(data) > room:
@@ -188,7 +188,9 @@ class Receiver:
         self.posted.popleft()
         self._held_count += 1
         op, length, value = (Op.RECEIVE_IMMEDIATE, 8, message.operands[0]) if is_immediate else (_RECEIVE, len(data), 0)
-        pair.cq.push((wr_id, pair.number, op, _OK, flags, length, invalidated, value))
+        item = (wr_id, pair.number, int(op), _OK, flags, length, invalidated, value)
+        if pair.run is None or not pair.run.withhold(item):
+            pair.cq.push(item)
         return True
 
     def _place_send(self, data: bytes, stag: int, offset: int, room: int) -> bool:
@@ -198,23 +200,6 @@ class Receiver:
         if self.pair.sim.conditions.garbage and len(data) < room:
             region.fill_with_garbage(offset, room)
         region.write(offset, data)
-        return True
-
-    def _execute(self, data: bytes) -> bool:
-        pair = self.pair
-        assert pair.executor is not None
-        assert pair.pool is not None
-        loaded = pair.executor.execute(data, pair.pool)
-        if loaded is None:
-            return False
-        index, write, answer = loaded
-        if not write.length or write.data is not None or not pair.sim.chance(pair.sim.conditions.late_read):
-            if write.data is None:
-                pair.gather(write)
-        else:
-            pair.executor.begin(index)
-            pair.native[write] = index
-        pair.launch([write, answer])
         return True
 
     def _on_read(self, message: Message) -> bool:
@@ -266,6 +251,8 @@ class Receiver:
         pair = self.pair
         work.is_done, work.value = True, value
         pair.reads_outstanding -= 1
+        if pair.run is not None:
+            pair.run.arrived(work)
         pair.retire()
         pair.ring()
 

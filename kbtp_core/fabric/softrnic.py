@@ -26,15 +26,18 @@ from kbtp_core.fabric.api import (
     Access,
     Array,
     FabricError,
+    PoolState,
     QueueFull,
     QueueLimits,
     QueuePairClosed,
+    StoreGrant,
 )
 from kbtp_core.fabric.api import CompletionQueue as CompletionQueueLike
 from kbtp_core.fabric.api import ConnectionRequest as ConnectionRequestLike
 from kbtp_core.fabric.api import Executor as ExecutorLike
 from kbtp_core.fabric.api import ProtectionDomain as ProtectionDomainLike
 from kbtp_core.fabric.api import Region as RegionLike
+from kbtp_core.fabric.executor import NativeExecutor, create_executor
 
 MAX_PRIVATE_DATA = 252
 """Octets that fit into a start-up frame which every known iWARP stack accepts (256 with the enhanced data)."""
@@ -115,22 +118,6 @@ class CompletionQueue:
 
     def close(self) -> None:
         """Nothing to do: the native queue goes when its last queue pair does."""
-
-
-class Executor:
-    """See `fabric.api.Executor`."""
-
-    def __init__(self, table: Array, base_handle: int, block_bytes: int) -> None:
-        if not table.flags.c_contiguous or table.dtype.itemsize * table.size % 16:
-            raise FabricError("a block table is a C-contiguous array of 16-octet entries")
-        self._table = table
-        self.native = _native.create_executor(table, base_handle, block_bytes)
-
-    def readers(self, entries: NDArray[np.uint64]) -> NDArray[np.uint32]:
-        wanted = np.ascontiguousarray(entries, dtype=np.uint64)
-        counts = np.zeros(wanted.size, np.uint32)
-        self.native.readers_into(wanted, counts)
-        return counts
 
 
 class LoadRequests:
@@ -218,11 +205,11 @@ class QueuePair:
         if result == 4:
             raise FabricError(f"{self.peer} serves no RDMA Reads and no atomics (its IRD is 0): use Sends and Writes")
 
-    def attach_executor(self, executor: ExecutorLike, pool: RegionLike) -> None:
-        if not isinstance(executor, Executor) or not isinstance(pool, Region):
+    def attach_executor(self, executor: ExecutorLike, pool: RegionLike, grant: StoreGrant | None = None) -> None:
+        if not isinstance(executor, NativeExecutor) or not isinstance(pool, Region):
             raise FabricError("the executor and the pool region must come from this device")
-        self._keep += [executor, pool]
-        self.native.attach_executor(executor.native, pool.native)
+        self._keep += [executor, pool, grant]
+        self.native.attach_executor(executor.native, pool.native, grant)
 
     def reading(self) -> NDArray[np.uint64]:
         return np.array(self.native.reading(), np.uint64)
@@ -310,8 +297,8 @@ class SoftRnic:
         except (ValueError, RuntimeError, OSError) as error:
             raise FabricError(f"{error}: choose another host or port, or end what holds it") from None
 
-    def create_executor(self, table: Array, base_handle: int, block_bytes: int) -> Executor:
-        return Executor(table, base_handle, block_bytes)
+    def create_executor(self, table: Array, base_handle: int, block_bytes: int, pool: PoolState | None = None) -> NativeExecutor:
+        return create_executor(table, base_handle, block_bytes, pool)
 
     def close(self) -> None:
         self._close()

@@ -1,61 +1,198 @@
 #include "executor.hpp"
 
+#include <cstdlib>
+#include <thread>
+
 namespace kbtp {
 namespace {
 
 // Draft sections 3.2, 5.1, 5.2 and the tables of kbtp-completion.md.
-constexpr u8 kVersion = 1, kOpLoad = 3, kOpCompletion = 8;
-constexpr u16 kInvalidate = 0x0008, kAllowUnsealed = 0x0010;
+constexpr u8 kVersion = 1;
+constexpr u16 kInline = 0x0001, kSeal = 0x0002, kInvalidate = 0x0008, kAllowUnsealed = 0x0010;
 constexpr u16 kValid = 0x0001, kSealed = 0x0002;
+constexpr u64 kEmptySlot = ~u64{0};
+
+// States of an entry and of a block (protocol/target.py EntryState, protocol/pool.py BlockState).
+constexpr u8 kIdle = 0, kBound = 1, kReserved = 4;
+constexpr u8 kBlockFree = 0, kBlockTaken = 1, kBlockBound = 2;
+
+u16 next_generation(u16 generation) { return generation == 0xffff ? 1 : static_cast<u16>(generation + 1); }
+
+u16 known_flags(u8 op) {
+    switch (op) {
+        case opcode::load:
+            return kInvalidate | kAllowUnsealed;
+        case opcode::store:
+        case opcode::alloc_store:
+            return kInline | kSeal | kInvalidate;
+        default:
+            return 0;
+    }
+}
 
 }  // namespace
 
-u32 Executor::load_state(u64 entry) const {
-    return swap_to_host(__atomic_load_n(reinterpret_cast<const u32*>(table_ + 16 * entry), __ATOMIC_SEQ_CST));
+std::optional<Request> Request::parse(std::span<const u8> message) {
+    const u8* m = message.data();
+    if (message.size() < kHeader || m[0] != kVersion || m[1] < opcode::load || m[1] > opcode::free || load_be<u16>(m + 22) != 0) return {};
+    Request r{};
+    r.opcode = m[1];
+    r.flags = load_be<u16>(m + 2);
+    r.id = load_be<u64>(m + 4);
+    r.handle = load_be<u64>(m + 12);
+    r.generation = load_be<u16>(m + 20);
+    if (r.flags & ~known_flags(r.opcode)) return {};
+    if (r.opcode == opcode::free) return message.size() == kHeader ? std::optional(r) : std::nullopt;
+    if (message.size() < kRequest) return {};
+    r.stag = load_be<u32>(m + 24);
+    r.offset = load_be<u64>(m + 28);
+    r.length = load_be<u32>(m + 36);
+    r.inlined = message.subspan(kRequest);
+    if (!r.is_inline()) return r.inlined.empty() ? std::optional(r) : std::nullopt;
+    if (r.invalidates() || r.stag != 0 || r.offset != 0 || r.inlined.size() != r.length) return {};
+    return r;
 }
 
-std::optional<LoadPlan> Executor::plan(std::span<const u8, kLoadRequest> request, u64 pool_bytes) {
-    const u8* r = request.data();
-    const u16 flags = load_be<u16>(r + 2);
-    if (r[0] != kVersion || r[1] != kOpLoad || (flags & ~(kInvalidate | kAllowUnsealed)) != 0) return {};
-    const u64 handle = load_be<u64>(r + 12);
-    const u16 wanted = load_be<u16>(r + 20), status = load_be<u16>(r + 22);
-    if (status != 0 || handle < base_handle_ || handle - base_handle_ >= entries_) return {};
-
-    LoadPlan plan{};
-    plan.entry = handle - base_handle_;
-    const u32 state = load_state(plan.entry);
-    const u16 entry_flags = static_cast<u16>(state >> 16), generation = static_cast<u16>(state);
-    const bool sealed = entry_flags & kSealed;
-    if (!(entry_flags & kValid) || (!sealed && !(flags & kAllowUnsealed)) || (wanted != 0 && wanted != generation)) return {};
-
-    // The data length of an unsealed block may change; a torn read is caught by the bounds below, and the entry's owner is one thread.
-    const u8* entry = table_ + 16 * plan.entry;
-    plan.length = load_be<u32>(entry + 4);
-    plan.block_offset = load_be<u64>(entry + 8);
-    plan.remote_stag = load_be<u32>(r + 24);
-    plan.remote_offset = load_be<u64>(r + 28);
-    const u32 room = load_be<u32>(r + 36);
-    if (plan.length == 0 || plan.length > room || plan.length > block_bytes_) return {};
-    if (plan.block_offset > pool_bytes || plan.length > pool_bytes - plan.block_offset) return {};
-    if (plan.remote_offset + plan.length < plan.remote_offset) return {};
-
-    readers_[plan.entry].fetch_add(1);
-    if (load_state(plan.entry) != state) {
-        readers_[plan.entry].fetch_sub(1);
-        return {};
-    }
-
-    plan.invalidate = flags & kInvalidate;
-    plan.snapshot = !sealed;
-    u8* out = plan.reply.data();
+Answer encode_answer(const Request& request, const Entry& entry, bool with_block) {
+    Answer out{};
     out[0] = kVersion;
-    out[1] = kOpCompletion;
-    std::memcpy(out + 4, r + 4, 16);  // Request ID and Block Handle, echoed
-    store_be<u16>(out + 20, generation);
-    store_be<u32>(out + 24, plan.length);
-    store_be<u64>(out + 32, plan.block_offset);
-    return plan;
+    out[1] = opcode::completion;
+    store_be<u64>(&out[4], request.id);
+    store_be<u64>(&out[12], request.handle);
+    store_be<u16>(&out[20], entry.generation);
+    if (with_block) {
+        store_be<u32>(&out[24], entry.length);
+        store_be<u64>(&out[32], entry.block_offset);
+    }
+    return out;
+}
+
+Executor::Executor(u8* table, u64 entries, u64 base_handle, u32 block_bytes, std::optional<PoolState> pool)
+    : table_(table), entries_(entries), base_handle_(base_handle), block_bytes_(block_bytes), pool_(pool), readers_(entries) {}
+
+u32 Executor::load_state(u64 index) const {
+    return swap_to_host(__atomic_load_n(reinterpret_cast<const u32*>(table_ + 16 * index), __ATOMIC_SEQ_CST));
+}
+
+// Length and offset of a bound entry don't change before its Flags and Generation do, but for a STORE into an unsealed block, which
+// changes the length: it may be torn, and is checked against the block's size before it is used.
+Entry Executor::entry(u64 index) const {
+    const u32 state = load_state(index);
+    const u8* at = table_ + 16 * index;
+    return {static_cast<u16>(state >> 16), static_cast<u16>(state), load_be<u32>(at + 4), load_be<u64>(at + 8)};
+}
+
+void Executor::publish(u64 index, u16 flags, u16 generation) {
+    pool_->generations[index] = generation;
+    const u32 state = swap_to_host(u32{flags} << 16 | generation);
+    __atomic_store_n(reinterpret_cast<u32*>(table_ + 16 * index), state, __ATOMIC_SEQ_CST);
+}
+
+bool Executor::begin_read(u64 index, const Entry& seen) {
+    if (readers_[index].fetch_add(1) < kClaim && load_state(index) == (u32{seen.flags} << 16 | seen.generation)) return true;
+    end_read(index);
+    return false;
+}
+
+// A claim lasts for one FREE, which waits for nothing.
+void Executor::hold(u64 index) {
+    while (readers_[index].fetch_add(1) >= kClaim) {
+        end_read(index);
+        std::this_thread::yield();
+    }
+}
+
+// --- the ring (draft sections 3.3 and 9.2; protocol/ring.py) -------------------------------------------------------------------
+
+u64 Executor::advance(u64& counter) {
+    const u64 old = counter;
+    const u64 slots = u64{1} << pool_->log2_slots;
+    const u64 ticket = old >> 32;
+    const u64 next = (ticket + 1) & 0xffff'ffff;
+    // What the masked FetchAdd leaves: the ticket, and in the low half the octet offset of its slot; unmasked, zero there.
+    __atomic_store_n(&counter, next << 32 | (pool_->masked ? next % slots * 16 : 0), __ATOMIC_SEQ_CST);
+    return ticket;
+}
+
+// The shared ring's Head is moved by this side alone, never by a peer, so a written slot stands for every ticket below Tail.
+std::optional<u64> Executor::allocate() {
+    std::lock_guard lock(ring_mutex_);
+    const u64 head = pool_->counters[0] >> 32, tail = pool_->counters[1] >> 32;
+    if (head == tail) return {};
+    u32* slot = pool_->slots + 4 * (head & ((u64{1} << pool_->log2_slots) - 1));
+    u8* offset = reinterpret_cast<u8*>(slot + 2);
+    const u64 block_offset = load_be<u64>(offset);
+    if (swap_to_host(slot[0]) != head || block_offset == kEmptySlot) return {};
+    advance(pool_->counters[0]);
+    store_be<u64>(offset, kEmptySlot);
+    return block_offset;
+}
+
+// As many slots as blocks or more, and this block is in none: the slot for the next ticket was consumed.
+void Executor::give_back(u64 block_offset) {
+    std::lock_guard lock(ring_mutex_);
+    const u64 ticket = advance(pool_->counters[1]);
+    u32* slot = pool_->slots + 4 * (ticket & ((u64{1} << pool_->log2_slots) - 1));
+    u8* offset = reinterpret_cast<u8*>(slot + 2);
+    if (load_be<u64>(offset) != kEmptySlot) std::abort();  // a block is listed twice: nothing of this pool can be believed any more
+    store_be<u64>(offset, block_offset);
+    __atomic_store_n(slot, swap_to_host(static_cast<u32>(ticket)), __ATOMIC_RELEASE);
+}
+
+// --- blocks ---------------------------------------------------------------------------------------------------------------------
+
+bool Executor::is_idle(u64 index) const { return pool_->entry_states[index] == kIdle; }
+
+std::optional<u64> Executor::take(const StoreGrant& grant, u64 index) {
+    if (*grant.usage >= grant.quota) return {};
+    const auto block_offset = allocate();
+    if (!block_offset) return {};
+    ++*grant.usage;
+    block_state(*block_offset) = kBlockTaken;
+    pool_->entry_states[index] = kReserved;
+    return block_offset;
+}
+
+void Executor::untake(const StoreGrant& grant, u64 index, u64 block_offset) {
+    pool_->entry_states[index] = kIdle;
+    return_block(grant, block_offset);
+}
+
+void Executor::return_block(const StoreGrant& grant, u64 block_offset) {
+    if (pool_->clears) std::memset(block(block_offset), 0, block_bytes_);
+    block_state(block_offset) = kBlockFree;
+    give_back(block_offset);
+    --*grant.usage;
+}
+
+// The entry becomes valid after the data is in the block, its length and its offset are in the entry (draft section 6.3).
+void Executor::bind(const StoreGrant& grant, u64 index, u64 block_offset, u32 length, bool seal) {
+    u8* at = table_ + 16 * index;
+    store_be<u32>(at + 4, length);
+    store_be<u64>(at + 8, block_offset);
+    pool_->entry_states[index] = kBound;
+    pool_->owners[index] = grant.owner;
+    block_state(block_offset) = kBlockBound;
+    publish(index, seal ? kValid | kSealed : kValid, next_generation(pool_->generations[index]));
+}
+
+void Executor::update(u64 index, u32 length, bool seal) {
+    store_be<u32>(table_ + 16 * index + 4, length);
+    if (seal) publish(index, kValid | kSealed, pool_->generations[index]);
+}
+
+// False, with nothing changed, if the block is being read.
+bool Executor::free(const StoreGrant& grant, u64 index) {
+    u32 none = 0;
+    if (!readers_[index].compare_exchange_strong(none, kClaim)) return false;
+    const u64 block_offset = load_be<u64>(table_ + 16 * index + 8);
+    // The generation advances before anybody else can have the block.
+    publish(index, 0, next_generation(pool_->generations[index]));
+    pool_->entry_states[index] = kIdle;
+    pool_->owners[index] = 0;
+    return_block(grant, block_offset);
+    readers_[index].fetch_sub(kClaim);
+    return true;
 }
 
 }  // namespace kbtp

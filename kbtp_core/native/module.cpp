@@ -1,6 +1,7 @@
 // The Python face of the software RNIC: as thin as it can be. Arrays cross as plain buffers (fabric/api.py gives their dtypes), and
 // nothing that moves data or waits holds the GIL.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -65,6 +66,8 @@ nb::dict stats_dict(const QueuePairStats& s) {
     d["messages_received"] = s.messages_received;
     d["crc_errors"] = s.crc_errors;
     d["executed_loads"] = s.executed_loads;
+    d["executed_stores"] = s.executed_stores;
+    d["executed_frees"] = s.executed_frees;
     d["ord_stalls"] = s.ord_stalls;
     d["socket_stalls"] = s.socket_stalls;
     return d;
@@ -86,15 +89,106 @@ void bind_regions(nb::module_& m) {
         .def("wait", &CompletionQueue::wait, nb::call_guard<nb::gil_scoped_release>())
         .def("wake", &CompletionQueue::wake)
         .def("fileno", &CompletionQueue::fd);
+}
 
-    nb::class_<Executor>(m, "Executor").def("readers_into", [](Executor& e, nb::handle entries, nb::handle counts) {
-        const Buffer in(entries, false), out(counts, true);
-        const auto which = in.as<const u64>();
-        const auto into = out.as<u32>();
-        if (which.size() != into.size()) throw std::invalid_argument("as many counts as entries");
-        std::atomic_thread_fence(std::memory_order_seq_cst);  // after the caller cleared the entries
-        for (std::size_t i = 0; i < which.size(); ++i) into[i] = e.readers(which[i]);
-    });
+template <class T>
+T* array_of(nb::handle array, std::size_t count, const char* what) {
+    const Buffer buffer(array, true);  // the caller keeps the arrays alive
+    const auto items = buffer.as<T>();
+    if (items.size() != count) throw std::invalid_argument(std::string("the array of ") + what + " has another length than it must have");
+    return items.data();
+}
+
+// `pool` is a fabric.api.PoolState.
+PoolState pool_state(nb::handle pool, u64 entries, u32 block_bytes) {
+    PoolState s{};
+    const Buffer memory(pool.attr("memory"), true);
+    s.memory = memory.data();
+    s.blocks = memory.size() / block_bytes;
+    s.base_offset = nb::cast<u64>(pool.attr("base_offset"));
+    s.block_states = array_of<u8>(pool.attr("block_states"), s.blocks, "block states");
+    s.entry_states = array_of<u8>(pool.attr("entry_states"), entries, "entry states");
+    s.owners = array_of<u64>(pool.attr("owners"), entries, "owners");
+    s.generations = array_of<u16>(pool.attr("generations"), entries, "generations");
+    s.log2_slots = nb::cast<u32>(pool.attr("log2_slots"));
+    s.slots = array_of<u32>(pool.attr("slots"), std::size_t{4} << s.log2_slots, "slots");
+    s.counters = array_of<u64>(pool.attr("counters"), 2, "counters");
+    s.masked = nb::cast<bool>(pool.attr("is_masked"));
+    s.clears = nb::cast<bool>(pool.attr("clears_blocks"));
+    return s;
+}
+
+std::shared_ptr<Executor> create_executor(nb::handle table, u64 base_handle, u32 block_bytes, nb::handle pool) {
+    const Buffer buffer(table, !pool.is_none());
+    if (buffer.size() % 16 != 0 || reinterpret_cast<std::uintptr_t>(buffer.data()) % 8 != 0)
+        throw std::invalid_argument("a block table is an 8-aligned array of 16-octet entries");
+    const u64 entries = buffer.size() / 16;
+    std::optional<PoolState> state;
+    if (!pool.is_none()) state = pool_state(pool, entries, block_bytes);
+    return std::make_shared<Executor>(buffer.data(), entries, base_handle, block_bytes, state);
+}
+
+// `grant` is a fabric.api.StoreGrant or None.
+std::optional<StoreGrant> store_grant(nb::handle grant) {
+    if (grant.is_none()) return {};
+    const auto number = [&](const char* name) { return nb::cast<u64>(grant.attr(name)); };
+    return StoreGrant{number("owner"),        number("handle_base"),
+                      number("handle_count"), static_cast<u32>(number("inline_bytes")),
+                      number("quota"),        array_of<u64>(grant.attr("usage"), 1, "usage")};
+}
+
+void bind_executor(nb::module_& m) {
+    nb::class_<Executor>(m, "Executor")
+        .def("readers_into",
+             [](Executor& e, nb::handle entries, nb::handle counts) {
+                 const Buffer in(entries, false), out(counts, true);
+                 const auto which = in.as<const u64>();
+                 const auto into = out.as<u32>();
+                 if (which.size() != into.size()) throw std::invalid_argument("as many counts as entries");
+                 std::atomic_thread_fence(std::memory_order_seq_cst);  // after the caller cleared the entries
+                 for (std::size_t i = 0; i < which.size(); ++i) into[i] = e.readers(which[i]);
+             })
+        .def("hold",
+             [](Executor& e, nb::handle entries) {
+                 const Buffer in(entries, false);
+                 for (const u64 index : in.as<const u64>()) e.hold(index);
+             })
+        .def("let_go",
+             [](Executor& e, nb::handle entries) {
+                 const Buffer in(entries, false);
+                 for (const u64 index : in.as<const u64>()) e.end_read(index);
+             })
+        .def("allocate", &Executor::allocate)
+        .def("give_back", &Executor::give_back)
+        .def("stop", &Executor::stop);
+
+    nb::class_<Work>(m, "Work")
+        .def_prop_ro("kind", [](const Work& w) { return static_cast<int>(w.kind); })
+        .def_ro("opcode", &Work::opcode)
+        .def_ro("entry", &Work::entry)
+        .def_ro("block_offset", &Work::block_offset)
+        .def_ro("length", &Work::length)
+        .def_ro("stag", &Work::stag)
+        .def_ro("offset", &Work::offset)
+        .def_ro("invalidate", &Work::invalidate)
+        .def_ro("snapshot", &Work::snapshot)
+        .def_prop_ro("answer", [](const Work& w) { return nb::bytes(w.answer.data(), w.answer.size()); });
+
+    nb::class_<ExecutorSession>(m, "ExecutorSession")
+        .def("take", [](ExecutorSession& s, const nb::bytes& message, bool is_up,
+                        bool may_read) { return s.take({static_cast<const u8*>(message.data()), message.size()}, is_up, may_read); })
+        .def("load_sent", &ExecutorSession::load_sent)
+        .def("store_arrived", &ExecutorSession::store_arrived)
+        .def("give_up", &ExecutorSession::give_up)
+        .def_prop_ro("has_unsettled", &ExecutorSession::has_unsettled);
+
+    m.def("create_executor", &create_executor, nb::arg("table"), nb::arg("base_handle"), nb::arg("block_bytes"), nb::arg("pool").none());
+    m.def(
+        "create_executor_session",
+        [](std::shared_ptr<Executor> executor, nb::handle grant, u64 pool_bytes) {
+            return std::make_shared<ExecutorSession>(std::move(executor), store_grant(grant), pool_bytes);
+        },
+        nb::arg("executor"), nb::arg("grant").none(), nb::arg("pool_bytes"));
 }
 
 // Posts a batch of LOADs; the batch, or the reason why not.
@@ -136,7 +230,12 @@ void bind_queue_pair(nb::module_& m) {
         .def("accept", [](QueuePair& q, const nb::bytes& data) { q.accept(from_bytes(data)); })
         .def("post_send", [](QueuePair& q, nb::handle a) { return post<WorkRequest>(a, [&](auto r) { return q.post_send(r); }); })
         .def("post_receive", [](QueuePair& q, nb::handle a) { return post<ReceiveRequest>(a, [&](auto r) { return q.post_receive(r); }); })
-        .def("attach_executor", &QueuePair::attach_executor)
+        .def(
+            "attach_executor",
+            [](QueuePair& q, std::shared_ptr<Executor> executor, const RegionPtr& pool, nb::handle grant) {
+                q.attach_executor(std::move(executor), pool, store_grant(grant));
+            },
+            nb::arg("executor"), nb::arg("pool"), nb::arg("grant").none())
         .def("reading", &QueuePair::reading)
         .def("enable_loads", &QueuePair::enable_loads)
         .def("post_loads", &post_loads)
@@ -203,6 +302,7 @@ void bind_device(nb::module_& m) {
 NB_MODULE(_native, m) {
     nb::set_leak_warnings(false);  // a device that lives until the process ends is no leak
     bind_regions(m);
+    bind_executor(m);
     bind_queue_pair(m);
     bind_device(m);
     m.def(
@@ -213,12 +313,6 @@ NB_MODULE(_native, m) {
             return device;
         },
         "Open a device and start its progress thread.");
-    m.def("create_executor", [](nb::handle table, u64 base_handle, u32 block_bytes) {
-        const Buffer buffer(table, false);
-        if (buffer.size() % 16 != 0 || reinterpret_cast<std::uintptr_t>(buffer.data()) % 4 != 0)
-            throw std::invalid_argument("a block table is a 4-aligned array of 16-octet entries");
-        return std::make_shared<Executor>(buffer.data(), buffer.size() / 16, base_handle, block_bytes);
-    });
     m.def(
         "crc32c", [](const nb::bytes& data, u32 crc) { return crc32c_extend(crc, data.data(), data.size()); }, nb::arg("data"),
         nb::arg("crc") = 0);

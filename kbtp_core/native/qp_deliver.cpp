@@ -47,8 +47,9 @@ void QueuePair::deliver_send(const wire::Segment& s, const u8* payload) {
     inbound_.reset();
     ++expected_send_msn_;
     if (has_executor_) {
-        std::lock_guard lock(rq_mutex_);
+        std::scoped_lock lock(tx_mutex_, rq_mutex_);
         ++upcalls_;
+        if (executor_->has_unsettled()) return withheld_.push_back(c);
     }
     push_later(c);
 }
@@ -165,44 +166,62 @@ bool QueuePair::take_answer(const wire::Segment& s, const u8* payload, u32 n) {
     return true;
 }
 
-// Answer a plain LOAD here (draft section 8). The receive buffer that it would have used stays posted.
+// Run a plain request here (draft section 8). The receive buffer that it would have used stays posted.
 bool QueuePair::execute(const wire::Segment& s, const u8* payload, u32 n) {
-    if (!has_executor_ || n != kLoadRequest || s.tagged || !s.last || s.offset != 0 || inbound_ || s.msn != expected_send_msn_)
-        return false;
+    if (!has_executor_ || s.tagged || !s.last || s.offset != 0 || inbound_ || s.msn != expected_send_msn_) return false;
     if (check_kind(s) || (s.opcode != wire::opcode::send && s.opcode != wire::opcode::send_se)) return false;
     std::lock_guard lock(tx_mutex_);
+    bool is_up = false;
     {
         std::lock_guard receives(rq_mutex_);
-        // Requests that went up may name the same handle: until they are answered, order is the target's. And what is posted bounds what a
-        // peer may have outstanding, here as there.
-        if (upcalls_ > 0 || receive_queue_.size() <= executor_replies_) return false;
+        is_up = upcalls_ > 0;
+        // What is posted bounds what a peer may have outstanding, here as there.
+        if (receive_queue_.size() <= executor_replies_) return false;
     }
-    const auto plan = executor_->plan(std::span<const u8, kLoadRequest>(payload, kLoadRequest), pool_->length());
-    if (!plan) return false;
+    const auto work = executor_->take({payload, n}, is_up, ord_ > 0);
+    if (!work) return false;
     ++expected_send_msn_;
     ++executor_replies_;
-    ++stats_.executed_loads;
-    Message data;
-    data.header.tagged = true;
-    data.header.opcode = wire::opcode::write;
-    data.header.stag = plan->remote_stag;
-    data.header.offset = plan->remote_offset;
-    data.source = pool_;
-    data.source_offset = plan->block_offset;
-    data.length = plan->length;
-    data.snapshot = plan->snapshot;
-    data.owner = Owner::executor_write;
-    data.owner_id = plan->entry;
-    Message answer;
-    answer.header.opcode = plan->invalidate ? wire::opcode::send_invalidate : wire::opcode::send;
-    answer.header.stag = plan->invalidate ? plan->remote_stag : 0;
-    answer.length = kLoadReply;
-    std::copy(plan->reply.begin(), plan->reply.end(), answer.inline_data.begin());
-    answer.owner = Owner::executor_reply;
-    replies_.push_back(std::move(data));
-    replies_.push_back(std::move(answer));
-    replies_waiting_ = true;
+    ++stats_.messages_received;
+    execute(*work);
     return true;
+}
+
+// With tx_mutex_ held.
+void QueuePair::execute(const Work& work) {
+    replies_waiting_ = true;
+    if (work.kind == Work::Kind::read) return stores_.push_back(work);
+    if (work.kind == Work::Kind::load) {
+        ++stats_.executed_loads;
+        Message data;
+        data.header.tagged = true;
+        data.header.opcode = wire::opcode::write;
+        data.header.stag = work.stag;
+        data.header.offset = work.offset;
+        data.source = pool_;
+        data.source_offset = work.block_offset;
+        data.length = work.length;
+        data.snapshot = work.snapshot;
+        data.owner = Owner::executor_write;
+        data.owner_id = work.entry;
+        replies_.push_back(std::move(data));
+    }
+    stats_.executed_frees += work.opcode == opcode::free;
+    stats_.executed_stores += work.opcode == opcode::store || work.opcode == opcode::alloc_store;
+    Message answer;
+    answer.header.opcode = work.invalidate ? wire::opcode::send_invalidate : wire::opcode::send;
+    answer.header.stag = work.invalidate ? work.stag : 0;
+    answer.length = kAnswer;
+    std::copy(work.answer.begin(), work.answer.end(), answer.inline_data.begin());
+    answer.owner = Owner::executor_reply;
+    replies_.push_back(std::move(answer));
+}
+
+// With tx_mutex_ held: an operation of the executor has settled. Once all have, the software target hears of what came behind them.
+void QueuePair::settled() {
+    if (executor_->has_unsettled() || withheld_.empty()) return;
+    cq_->push(withheld_);
+    withheld_.clear();
 }
 
 // The peer broke a rule: say so with a Terminate, send nothing after it, and read away what still comes.

@@ -180,7 +180,7 @@ bool QueuePair::take_next() {
             if (current_->owner == Owner::executor_write) prefer_replies_ = false;
             return true;
         }
-        if (!prefer_replies_ && (take_work_request() || take_load())) return true;
+        if (!prefer_replies_ && (take_work_request() || take_load() || take_store())) return true;
     }
     return false;
 }
@@ -234,6 +234,28 @@ bool QueuePair::take_load() {
     ++loads_outstanding_;
     ++stats_.messages_sent;
     current_ = m;
+    return true;
+}
+
+// The RDMA Read of an executor's store.
+bool QueuePair::take_store() {
+    if (stores_.empty()) return false;
+    if (outstanding_.size() >= ord_) {
+        ++stats_.ord_stalls;
+        return false;
+    }
+    const Work work = stores_.front();
+    stores_.pop_front();
+    Message m;
+    m.header.opcode = wire::opcode::read_request;
+    m.header.qn = wire::queue::request;
+    m.header.msn = request_msn_++;
+    m.length = wire::kReadRequestHeader;
+    m.owner = Owner::executor_read;
+    wire::encode(wire::ReadRequest{pool_->stag(), work.block_offset, work.length, work.stag, work.offset}, m.inline_data.data());
+    outstanding_.push_back({work.entry, false, 0, pool_->stag(), work.block_offset, work.length, 0, pool_, true});
+    ++stats_.messages_sent;
+    current_ = std::move(m);
     return true;
 }
 
@@ -423,8 +445,10 @@ void QueuePair::finish_burst() {
                 --inbound_requests_;
                 break;
             case Owner::executor_write:
-                executor_->done(m.owner_id);
+                executor_->load_sent(m.owner_id, m.snapshot);
+                if (m.snapshot) settled();
                 break;
+            case Owner::executor_read:
             case Owner::load_request:
                 break;
             case Owner::executor_reply:
@@ -458,11 +482,19 @@ void QueuePair::retire() {
 
 // The peer has answered the oldest outstanding Read or atomic.
 void QueuePair::request_answered(Status status, u64 value) {
-    SendEntry& e = entry(outstanding_.front().send_index);
-    e.state = EntryState::done;
-    e.status = status;
-    e.value = value;
+    const Outstanding answered = std::move(outstanding_.front());
     outstanding_.pop_front();
+    if (!answered.is_executors) {
+        SendEntry& e = entry(answered.send_index);
+        e.state = EntryState::done;
+        e.status = status;
+        e.value = value;
+    } else if (status == Status::ok) {
+        execute(executor_->store_arrived(answered.send_index));
+        settled();
+    } else {
+        return;  // the end of the connection, which undoes it
+    }
     if (write_armed_)
         retire();
     else
@@ -487,11 +519,13 @@ void QueuePair::flush_queues() {
     send_queue_.clear();
     sent_to_ = send_base_;
     auto release = [&](const Message& m) {
-        if (m.owner == Owner::executor_write) executor_->done(m.owner_id);
+        if (m.owner == Owner::executor_write) executor_->load_sent(m.owner_id, m.snapshot);
     };
     for (const Message& m : burst_.finished) release(m);
     for (const Message& m : replies_) release(m);
     if (current_) release(*current_);
+    if (executor_) executor_->give_up();
+    stores_.clear();
     burst_ = Burst{};
     replies_.clear();
     current_.reset();

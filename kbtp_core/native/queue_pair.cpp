@@ -131,11 +131,11 @@ QueuePair::Posted QueuePair::post_receive(std::span<const ReceiveRequest> reques
     return Posted::ok;
 }
 
-void QueuePair::attach_executor(std::shared_ptr<Executor> executor, RegionPtr pool) {
+void QueuePair::attach_executor(std::shared_ptr<Executor> executor, RegionPtr pool, std::optional<StoreGrant> grant) {
     if (pool->pd() != pd_) throw std::invalid_argument("the pool region is of another protection domain than this queue pair");
     std::lock_guard lock(tx_mutex_);
     if (executor_) throw std::invalid_argument("this queue pair has an executor already");
-    executor_ = std::move(executor);
+    executor_.emplace(std::move(executor), grant, pool->length());
     pool_ = std::move(pool);
     has_executor_ = true;
 }
@@ -362,6 +362,8 @@ void QueuePair::end(u64 value, u16 flags, Status status) {
             fd_ = -1;
         }
         flush_queues();
+        cq_->push(withheld_);
+        withheld_.clear();
         std::vector<Completion> flushed;
         if (inbound_) flushed.push_back({inbound_->buffer.request.wr_id, number_, Op::receive, inbound_->status, 0, 0, 0, 0});
         for (const Receive& r : receive_queue_) flushed.push_back({r.request.wr_id, number_, Op::receive, Status::flushed, 0, 0, 0, 0});

@@ -29,7 +29,7 @@
 #include <vector>
 
 #include "completion_queue.hpp"
-#include "executor.hpp"
+#include "executor_session.hpp"
 #include "region.hpp"
 #include "requester.hpp"
 #include "wire.hpp"
@@ -49,7 +49,7 @@ class Pollable {
 
 struct QueuePairStats {
     u64 bytes_sent = 0, bytes_received = 0, fpdus_sent = 0, fpdus_received = 0, messages_sent = 0, messages_received = 0, crc_errors = 0,
-        executed_loads = 0, ord_stalls = 0, socket_stalls = 0;
+        executed_loads = 0, executed_stores = 0, executed_frees = 0, ord_stalls = 0, socket_stalls = 0;
 };
 
 class QueuePair : public Pollable, public std::enable_shared_from_this<QueuePair> {
@@ -70,7 +70,7 @@ class QueuePair : public Pollable, public std::enable_shared_from_this<QueuePair
     Posted post_receive(std::span<const ReceiveRequest> requests);
     // Table entries whose blocks native LOADs of this pair still read.
     std::vector<u64> reading();
-    void attach_executor(std::shared_ptr<Executor> executor, RegionPtr pool);
+    void attach_executor(std::shared_ptr<Executor> executor, RegionPtr pool, std::optional<StoreGrant> grant);
     // LOADs that the requester sends; `credits` is how many may be outstanding at once. A batch ends in one completion.
     void enable_loads(u32 credits);
     Posted post_loads(std::shared_ptr<LoadBatch> batch);
@@ -90,7 +90,7 @@ class QueuePair : public Pollable, public std::enable_shared_from_this<QueuePair
 
   private:
     // --- transmit half, under tx_mutex_ --------------------------------------------------------------------------------------
-    enum class Owner : u8 { work_request, response, executor_write, executor_reply, load_request, terminate };
+    enum class Owner : u8 { work_request, response, executor_write, executor_read, executor_reply, load_request, terminate };
     struct Message {  // one DDP message on its way out
         wire::Segment header;
         RegionPtr source;  // or, when null, `inline_data`
@@ -111,12 +111,13 @@ class QueuePair : public Pollable, public std::enable_shared_from_this<QueuePair
         bool bad_local = false;
     };
     struct Outstanding {  // a Read or atomic that the peer has to answer
-        u64 send_index;
+        u64 send_index;   // or, of an executor's Read, the table entry
         bool is_atomic;
         u32 atomic_id, sink_stag;
         u64 sink_offset;
         u32 length, received;
         RegionPtr sink;
+        bool is_executors = false;
     };
     struct Burst {  // frames that the socket is being given
         IoVectors pieces;
@@ -134,6 +135,7 @@ class QueuePair : public Pollable, public std::enable_shared_from_this<QueuePair
     bool take_next();
     bool take_work_request();
     bool take_load();
+    bool take_store();
     bool append_segment(Message& message);
     void gather_payload(Message& message, u32 n, u8* head, std::size_t& used, u32& crc);
     void source_gone(Message& message);
@@ -145,7 +147,8 @@ class QueuePair : public Pollable, public std::enable_shared_from_this<QueuePair
     void arm_write(bool wanted);
     void fail_transmit(u64 value);
     bool drained() const {
-        return burst_.empty() && !current_ && load_queue_.empty() && replies_.empty() && sent_to_ == send_base_ + send_queue_.size();
+        return burst_.empty() && !current_ && load_queue_.empty() && replies_.empty() && stores_.empty() &&
+               sent_to_ == send_base_ + send_queue_.size();
     }
     SendEntry& entry(u64 index) { return send_queue_[index - send_base_]; }
     static Message message_for(const SendEntry& entry);
@@ -202,6 +205,8 @@ class QueuePair : public Pollable, public std::enable_shared_from_this<QueuePair
     void on_terminate(const u8* payload, u32 n);
     bool take_answer(const wire::Segment& segment, const u8* payload, u32 n);
     bool execute(const wire::Segment& segment, const u8* payload, u32 n);
+    void execute(const Work& work);
+    void settled();
     std::optional<wire::TerminateCode> check_source(u32 stag, u64 offset, u64 size, u8 right, RegionPtr& out) const;
     void fail(wire::TerminateCode code);
     void stop_reading();
@@ -253,7 +258,9 @@ class QueuePair : public Pollable, public std::enable_shared_from_this<QueuePair
     std::deque<std::shared_ptr<LoadBatch>> load_queue_;  // batches with requests not sent yet
     std::unordered_map<u32, std::shared_ptr<LoadBatch>> loads_;
     u32 load_credits_ = 0, loads_outstanding_ = 0;
-    std::shared_ptr<Executor> executor_;
+    std::optional<ExecutorSession> executor_;
+    std::deque<Work> stores_;           // of the executor, whose data is still to be asked for
+    std::vector<Completion> withheld_;  // messages for the software target that come behind unsettled operations
     RegionPtr pool_;
 
     std::mutex rq_mutex_;  // guards the two below

@@ -19,7 +19,6 @@ A LENT pool belongs to somebody else, such as an inference engine: no ring, no q
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
@@ -36,12 +35,20 @@ class BlockState(IntEnum):
     DRAINING = 3
 
 
-@dataclass
 class Allowance:
-    """What one session may own, and what it owns."""
+    """What one session may own, and what it owns. `cell` holds the latter, for an executor to count in."""
 
-    quota: int
-    usage: int = 0
+    def __init__(self, quota: int) -> None:
+        self.quota = quota
+        self.cell: NDArray[np.uint64] = np.zeros(1, np.uint64)
+
+    @property
+    def usage(self) -> int:
+        return int(self.cell[0])
+
+    @usage.setter
+    def usage(self, count: int) -> None:
+        self.cell[0] = count
 
 
 class LentPool:
@@ -73,6 +80,15 @@ class BlockPool:
         self._state = bytearray(self.block_count)  # a BlockState each
         self._allowances: dict[int, Allowance] = {}
         self._partitions: dict[int, Partition] = {}
+
+    @property
+    def states(self) -> NDArray[np.uint8]:
+        """(F,) The BlockState of each block, writable: an executor moves them too."""
+        return np.frombuffer(self._state, np.uint8)
+
+    def usage_cell(self, owner: int) -> NDArray[np.uint64]:
+        """(1,) Where the owner's usage is counted."""
+        return self._allowances[owner].cell
 
     @property
     def quota_left(self) -> int:

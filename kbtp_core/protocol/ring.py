@@ -20,7 +20,7 @@ import sys
 from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +45,13 @@ def fetch_add(old: int, add: int, mask: int) -> int:
 def add_mask(log2_slots: int) -> int:
     """The Add Mask of a ring of 2^log2_slots slots."""
     return 1 << 63 | 1 << 31 | 1 << (log2_slots + 3)
+
+
+class RingDriver(Protocol):
+    """Moves a ring that several parties allocate from, each call whole; over the same slots and counters."""
+
+    def allocate(self) -> int | None: ...
+    def give_back(self, block_offset: int) -> None: ...
 
 
 class Ticket(NamedTuple):
@@ -90,6 +97,8 @@ class FreeRing:
         self._offsets: NDArray[np.uint64] = self.slots.view(np.uint64).reshape(-1, 2)[:, 1]
         self._deferred: dict[int, deque[tuple[int, int]]] = {}  # slot -> (sequence, block offset), oldest first
         self.deferred_count = 0
+        self.driver: RingDriver | None = None
+        """Who allocates and gives back instead, once an executor shares this ring. Then nobody else moves Head, and no free waits."""
         self._initialize(block_offsets, first_sequence)
 
     def _initialize(self, block_offsets: Sequence[int], first: int) -> None:
@@ -117,6 +126,10 @@ class FreeRing:
     def is_in_step(self, counter: int) -> bool:
         """Whether a counter has the form that FetchAdds of this ring leave: its fields agree and the bits between them are zero."""
         return counter == self._counter(counter >> 32)
+
+    @property
+    def is_masked(self) -> bool:
+        return self._is_masked
 
     @property
     def log2_slots(self) -> int:
@@ -164,6 +177,8 @@ class FreeRing:
 
     def allocate(self) -> int | None:
         """Take a block: its Block Offset, or None, with no ticket taken, if none can be had at once."""
+        if self.driver is not None:
+            return self.driver.allocate()
         head = self.ticket_of(int(self.counters[0]))
         if self.free_count <= 0 or self.read(head) is None:
             return None
@@ -174,6 +189,9 @@ class FreeRing:
 
     def give_back(self, block_offset: int) -> bool:
         """FetchAdd on Tail, and write the slot (True), or wait in line until its last content is consumed (False)."""
+        if self.driver is not None:
+            self.driver.give_back(block_offset)
+            return True
         ticket = self._advance(1)
         if ticket.slot in self._deferred or self._offset(ticket.slot) != EMPTY_SLOT:
             self._deferred.setdefault(ticket.slot, deque()).append((ticket.sequence, block_offset))

@@ -1,7 +1,8 @@
 """The block table: handle -> block (draft section 3.2).
 
 Entries are 16 octets, big-endian in memory, so that an RDMA Read of one means the same on every host. A native executor may
-read them at any time from another thread; only the target writes them, one caller at a time. Three rules:
+read them at any time from another thread, and write those that are its own just then; else only the target writes, one caller at a
+time. Three rules:
 1. Binding writes Data Length and Block Offset first; then Flags and Generation, together, as one 32-bit store.
 2. The Generation advances by one, skipping zero, on every bind and on every clear, and at no other time. It starts at 1.
 3. Clearing leaves Data Length and Block Offset as they are; without VALID they mean nothing to a reader.
@@ -75,6 +76,11 @@ class BlockTable:
         self._octets = entries.view(np.uint8).data
         self._generations: NDArray[np.uint16] = np.ones(entry_count, np.uint16)
         self._publish(np.arange(entry_count), np.zeros(entry_count, np.uint32), self._generations)
+
+    @property
+    def generations(self) -> NDArray[np.uint16]:
+        """(n,) The generations in host byte order, writable: whoever writes an entry writes its generation here too."""
+        return self._generations
 
     def index_of(self, handle: int) -> int | None:
         """Where the entry of `handle` is, or None if the handle is outside the table."""

@@ -10,9 +10,11 @@ Each table entry is in one state, and it moves only here:
    executor. Once an entry is cleared the count only falls, and an entry is not bound again before it reached zero.
 3. A session keeps its quota and its handle range until every block that it bound is back.
 4. The writer of a partition can still write to a block that it bound by BIND, so such an entry is *confined*: it is served only
-   inside that writer's trust domain, and sessions of other domains are not handed to an executor, which can't tell.
+   inside that writer's trust domain, as a snapshot. Where there may be such entries nothing is handed to an executor, which can't tell.
+5. An executor that shares the pool (`share`) serves a session while none of its messages is here. The states of entries in that
+   session's handle range, and of its blocks, are the executor's then. Reads of any entry are counted with it, and checked again.
 
-One caller at a time: whoever drives a target from several threads holds a lock around it.
+One caller at a time: whoever drives a target from several threads holds a lock around it. An executor runs beside it by rule 5.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -29,6 +31,7 @@ from numpy.typing import ArrayLike, NDArray
 from kbtp_core.protocol.constants import Capability, Status
 from kbtp_core.protocol.partition import DirectPolicy
 from kbtp_core.protocol.pool import BlockPool, BlockState, LentPool
+from kbtp_core.protocol.ring import RingDriver
 from kbtp_core.protocol.table import BlockTable
 
 if TYPE_CHECKING:
@@ -37,6 +40,13 @@ if TYPE_CHECKING:
 
 Readers = Callable[[NDArray[np.uint64]], NDArray[np.uint32]]
 """How many native readers each of these table entries (indexes) has now."""
+
+
+class Companion(RingDriver, Protocol):
+    """An executor that shares the pool (rule 5)."""
+
+    def hold(self, entries: NDArray[np.uint64]) -> None: ...
+    def let_go(self, entries: NDArray[np.uint64]) -> None: ...
 
 
 class EntryState(IntEnum):
@@ -138,7 +148,9 @@ class Target:
         """By session number; a session stays until its last block is back."""
         self.reading: Final[NDArray[np.int32]] = np.zeros(table.entry_count, np.int32)
         self.entry_state: Final[NDArray[np.uint8]] = np.zeros(table.entry_count, np.uint8)
-        self._owner: Final[NDArray[np.int64]] = np.zeros(table.entry_count, np.int64)
+        self.owners: Final[NDArray[np.uint64]] = np.zeros(table.entry_count, np.uint64)
+        """By entry: the number of the session that bound it, or 0."""
+        self._companion: Companion | None = None
         self._draining_count = 0
         self._next_number = 1
 
@@ -233,6 +245,31 @@ class Target:
         """Which entries those are."""
         return np.flatnonzero(self.entry_state == EntryState.DRAINING)
 
+    # Beside an executor ----------------------------------------------------------------------------------------------
+
+    def share(self, companion: Companion) -> None:
+        """From now on the pool, which belongs to its ring, is shared with an executor."""
+        self._companion = companion
+        self._ring().ring.driver = companion
+
+    def begin_reading(self, indexes: NDArray[np.intp], seen: NDArray[Any]) -> bool:
+        """Count a reader of each entry; False, with nothing counted, if one of them is not as `seen` (dtype ENTRY) any more."""
+        np.add.at(self.reading, indexes, 1)
+        if self._companion is None:
+            return True
+        self._companion.hold(indexes.astype(np.uint64))
+        now = self.table.entries[indexes]
+        if (now["flags"] == seen["flags"]).all() and (now["generation"] == seen["generation"]).all():
+            return True
+        self.end_reading(indexes)
+        return False
+
+    def end_reading(self, indexes: NDArray[np.intp]) -> None:
+        """Undo `begin_reading`."""
+        np.subtract.at(self.reading, indexes, 1)
+        if self._companion is not None:
+            self._companion.let_go(indexes.astype(np.uint64))
+
     # For sessions ----------------------------------------------------------------------------------------------------
 
     def reserve(self, index: int) -> None:
@@ -248,9 +285,10 @@ class Target:
         """Whether somebody may take tickets, which only `tick` notices."""
         return any(session.has_tickets for session in self.sessions.values())
 
-    def allows_executor(self, trust_domain: str) -> bool:
-        """Whether an executor, which knows nothing of trust domains, may answer a session of this one (rule 4)."""
-        return self.direct is None or self.direct.alloc_domains <= {trust_domain}
+    @property
+    def allows_executor(self) -> bool:
+        """Whether no entry needs what an executor does not know (rule 4)."""
+        return self.direct is None or not self.direct.alloc_domains
 
     def checksum(self, index: int) -> int:
         """CRC-32C of the block of a bound entry; of a sealed one it is computed once."""
@@ -259,7 +297,7 @@ class Target:
         if generation != entry.generation:
             assert self.crc32c is not None
             checksum = self.crc32c(self._ring().octets(entry.block_offset, entry.data_length))
-            if entry.is_sealed:
+            if entry.is_sealed and self._companion is None:  # which frees, and so advances generations, unseen
                 self._checksums[index] = entry.generation, checksum
         return checksum
 
@@ -268,7 +306,7 @@ class Target:
         self._move(index, EntryState.RESERVED, EntryState.BOUND)
         generation = self.table.bind_one(index, offset, length, sealed)
         self._ring().bound(offset)
-        self._owner[index] = owner
+        self.owners[index] = owner
         return generation
 
     def clear(self, index: int) -> None:
@@ -339,11 +377,11 @@ class Target:
         if isinstance(self.pool, LentPool):
             self._settle_lent(np.array([index]))
             return
-        owner = self.sessions[int(self._owner[index])]
+        owner = self.sessions[int(self.owners[index])]
         self.pool.give_back(owner.number, self.table.entry(index).block_offset, clear=self.clears_blocks)
         self.entry_state[index] = EntryState.IDLE
         self._draining_count -= 1
-        self._owner[index] = 0
+        self.owners[index] = 0
         owner.drained(index)
 
     def _move(self, index: int, before: EntryState, after: EntryState) -> None:

@@ -29,7 +29,7 @@ from kbtp_core.protocol.effects import Close, Effect, LoadMany, Read, Record, Re
 from kbtp_core.protocol.hello import Hello, HelloAck
 from kbtp_core.protocol.partition import Partition, PartitionState
 from kbtp_core.protocol.pool import BlockPool
-from kbtp_core.protocol.table import Entry
+from kbtp_core.protocol.table import ENTRY, Entry
 from kbtp_core.protocol.target_batch import free_lent, judge_loads, plain_frees, plain_loads
 from kbtp_core.protocol.target_grant import Expose
 from kbtp_core.protocol.target_greeting import Greeting
@@ -123,11 +123,8 @@ class TargetSession:
             messages, at, entries = judge_loads(self._target, requests)
             lengths = entries["data_length"].astype(np.uint32)
             loaded = at[lengths != 0]
-            if self._lines.keys().isdisjoint(at.tolist()):
-                token = 0
-                if loaded.size:
-                    np.add.at(self._target.reading, loaded, 1)
-                    token = self._token(LoadingMany(loaded))
+            if self._lines.keys().isdisjoint(at.tolist()) and self._target.begin_reading(loaded, entries[lengths != 0]):
+                token = self._token(LoadingMany(loaded)) if loaded.size else 0
                 self._emit(LoadMany(messages, requests, entries["block_offset"].astype(np.uint64), lengths, token))
                 return self.take_effects()
         return [effect for row in raw for effect in self.receive(row.tobytes(), now)]
@@ -270,9 +267,8 @@ class TargetSession:
 
     @property
     def allows_executor(self) -> bool:
-        """Whether its plain LOADs may be answered without this object: an executor knows no checksums and no trust domains."""
-        is_plain = self.ack is not None and not self.ack.capabilities & Capability.CHECKSUM
-        return is_plain and self.hello is not None and self._target.allows_executor(self.hello.trust_domain)
+        """Whether its plain requests may be run without this object: an executor knows no checksums and no trust domains."""
+        return self.ack is not None and not self.ack.capabilities & Capability.CHECKSUM and self._target.allows_executor
 
     @property
     def unanswered_count(self) -> int:
@@ -392,9 +388,12 @@ class TargetSession:
         if status is not _OK or index is None or entry is None:
             self._fail(request, status)
             return
+        at = np.array([index])
+        if not self._target.begin_reading(at, np.array([entry], ENTRY)):
+            self._load(request, index)  # an executor has freed it just now
+            return
         # A later STORE would change an unsealed block under the Write, so it waits; a sealed block doesn't change.
         holds_line = not entry.is_sealed
-        self._target.reading[index] += 1
         if holds_line:
             self._lines[index] = deque()
         token = self._token(Loading(index, holds_line))
@@ -507,10 +506,7 @@ class TargetSession:
 
     def _unread(self, operation: Loading | LoadingMany) -> None:
         """Its RDMA Writes touch their blocks no more."""
-        if isinstance(operation, Loading):
-            self._target.reading[operation.index] -= 1
-        else:
-            np.subtract.at(self._target.reading, operation.indexes, 1)
+        self._target.end_reading(np.array([operation.index]) if isinstance(operation, Loading) else operation.indexes)
 
     def _observe_tickets(self, partition: Partition, now: float) -> None:
         for offset in partition.observe(now):

@@ -54,6 +54,7 @@ from kbtp_core.protocol.target import Target
 from kbtp_core.protocol.target_session import TargetSession, TargetState
 from kbtp_core.session.exposure import ExposedMemory
 from kbtp_core.session.fence import DrainFence, is_reading
+from kbtp_core.session.native import create_executor, store_grant
 from kbtp_core.session.slots import ReceiveRows, SendRows
 
 _log = logging.getLogger(__name__)
@@ -215,8 +216,8 @@ class _Connection:
         return self.is_greeted and not has_work and self.session.is_idle
 
     def notice_native_use(self, now: float) -> bool:
-        """Whether the executor has answered or still answers LOADs of it since the last call, which no completion tells."""
-        executed_count = self.qp.stats().get("executed_loads", 0)
+        """Whether the executor has answered or still answers requests of it since the last call, which no completion tells."""
+        executed_count = sum(count for name, count in self.qp.stats().items() if name.startswith("executed_"))
         is_reading = isinstance(self.qp, ReportsReaders) and len(self.qp.reading()) > 0
         if executed_count == self.executed_count and not is_reading:
             return False
@@ -355,7 +356,7 @@ class _Connection:
         try:
             self.qp.post_receive(self.receives.requests(np.arange(count, dtype=np.int64)))
             if self.core.executor is not None and self.session.allows_executor:
-                self.qp.attach_executor(self.core.executor, self.pool)
+                self.qp.attach_executor(self.core.executor, self.pool, store_grant(self.core.executor, self.core.target, self.session))
                 self.has_executor = True
         except QueuePairClosed:
             return  # DISCONNECTED is on its way
@@ -403,12 +404,7 @@ class TargetCore:
         """The work request that writes a completion record, of fabrics that keep its order (draft section 6.5); no RDMAP fabric has it."""
         self.offers = Capability.NONE if self.record_op is None else Capability.RECORD_COMPLETION
         self.dirty: set[_Connection] = set()
-        table = target.table
-        self.executor: Executor | None = (
-            fabric.create_executor(table.entries, table.base_handle, target.pool.block_bytes) if use_executor else None
-        )
-        if self.executor is not None:
-            target.readers = self.executor.readers
+        self.executor: Executor | None = create_executor(fabric, target) if use_executor and target.allows_executor else None
         self._connections: dict[int, _Connection] = {}
         self._by_session: dict[TargetSession, _Connection] = {}
 
@@ -526,6 +522,8 @@ class TargetCore:
 
     def shut_down(self, now: float) -> None:
         """Say goodbye on every session; new requests are answered SHUTTING_DOWN from now on."""
+        if self.executor is not None:
+            self.executor.stop()
         for session in self.target.shut_down():
             self._by_session[session].add(session.take_effects(), now)
         self.flush()

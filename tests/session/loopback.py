@@ -257,7 +257,7 @@ class LoopbackQp:
         self.cq.push((wr_id, self.number, Op.RECEIVE_IMMEDIATE, CompletionStatus.OK, 0, 0, 0, immediate))
         return True
 
-    def attach_executor(self, executor: object, pool: object) -> None:
+    def attach_executor(self, executor: object, pool: object, grant: object = None) -> None:
         raise FabricError("the loopback fabric has no executor")
 
     def close(self, timeout_s: float = 2.0) -> None:
@@ -370,7 +370,7 @@ class LoopbackFabric:
             self.listeners[host, port] = listener
             return listener
 
-    def create_executor(self, table: Array, base_handle: int, block_bytes: int) -> None:
+    def create_executor(self, table: Array, base_handle: int, block_bytes: int, pool: object = None) -> None:
         return None
 
     def close(self) -> None:

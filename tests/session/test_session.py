@@ -297,8 +297,8 @@ def test_a_session_that_has_bound_blocks_makes_no_room(world: World) -> None:
 def test_outstanding_requests_fail_when_the_target_dies(world: World) -> None:
     server = world.ring()
     session = world.connect(server)
-    with server._lock:  # the target is stuck: nothing is answered
-        batch = session.alloc_store_inline([1000, 1001], 0, [b"x", b"y"], deadline=soon())
+    with server._lock:  # the target is stuck: what an executor doesn't run is not answered
+        batch = session.alloc_store_inline([1000, 1001], 9, [b"x", b"y"], deadline=soon())
         for connection in server._core._connections.values():
             connection.qp.abort()
         with pytest.raises(SessionClosed, match="ended"):

@@ -1,0 +1,141 @@
+#include "executor_session.hpp"
+
+namespace kbtp {
+namespace {
+
+constexpr u16 kMalformed = 1;
+
+bool accepts(const Request& r, const Entry& e) { return r.generation == 0 || r.generation == e.generation; }
+
+}  // namespace
+
+std::optional<Work> ExecutorSession::take(std::span<const u8> message, bool is_up, bool may_read) {
+    if (!unsettled_.empty())
+        if (auto answer = duplicate(message)) return answer;
+    if (is_up || executor_->is_stopped()) return {};
+    const auto request = Request::parse(message);
+    if (!request) return {};
+    switch (request->opcode) {
+        case opcode::load:
+            return load(*request);
+        case opcode::store:
+            return store(*request, may_read);
+        case opcode::alloc_store:
+            return alloc_store(*request, may_read);
+        default:
+            return free(*request);
+    }
+}
+
+// Rule 3. The software target could not tell: it has not heard of that store.
+std::optional<Work> ExecutorSession::duplicate(std::span<const u8> message) const {
+    if (message.size() < kHeader || message[0] != 1 || message[1] < opcode::load || message[1] > opcode::bind) return {};
+    const u64 id = load_be<u64>(&message[4]);
+    for (const auto& [index, unsettled] : unsettled_) {
+        if (!unsettled.store || unsettled.store->id != id) continue;
+        Request named{};
+        named.id = id;
+        named.handle = load_be<u64>(&message[12]);
+        const auto at = executor_->index_of(named.handle);
+        Work work{.kind = Work::Kind::answer, .answer = encode_answer(named, at ? executor_->entry(*at) : Entry{}, false)};
+        store_be<u16>(&work.answer[22], kMalformed);
+        return work;
+    }
+    return {};
+}
+
+std::optional<Work> ExecutorSession::load(const Request& r) {
+    const auto index = executor_->index_of(r.handle);
+    if (!index || unsettled_.contains(*index)) return {};
+    const Entry entry = executor_->entry(*index);
+    if (!entry.is_valid() || !accepts(r, entry) || (!entry.is_sealed() && !r.allows_unsealed())) return {};
+    if (entry.length == 0 || entry.length > r.length || entry.length > executor_->block_bytes()) return {};
+    if (entry.block_offset > pool_bytes_ || entry.length > pool_bytes_ - entry.block_offset) return {};
+    if (r.offset + entry.length < r.offset) return {};
+    if (!executor_->begin_read(*index, entry)) return {};
+    const bool snapshot = !entry.is_sealed();
+    if (snapshot) unsettled_.emplace(*index, Unsettled{});
+    return Work{.kind = Work::Kind::load,
+                .opcode = opcode::load,
+                .entry = *index,
+                .block_offset = entry.block_offset,
+                .length = entry.length,
+                .stag = r.stag,
+                .offset = r.offset,
+                .invalidate = r.invalidates(),
+                .snapshot = snapshot,
+                .answer = encode_answer(r, entry, true)};
+}
+
+void ExecutorSession::load_sent(u64 entry, bool is_snapshot) {
+    executor_->end_read(entry);
+    if (is_snapshot) unsettled_.erase(entry);
+}
+
+std::optional<Work> ExecutorSession::store(const Request& r, bool may_read) {
+    const auto index = executor_->index_of(r.handle);
+    if (!index || !is_own(r.handle) || unsettled_.contains(*index)) return {};
+    const Entry entry = executor_->entry(*index);
+    if (!entry.is_valid() || entry.is_sealed() || !accepts(r, entry) || !has_size(r)) return {};
+    if (!r.is_inline()) return may_read ? std::optional(read(r, *index, entry.block_offset)) : std::nullopt;
+    if (r.inlined.size() > grant_->inline_bytes) return {};
+    return finish(r, *index, entry.block_offset);
+}
+
+std::optional<Work> ExecutorSession::alloc_store(const Request& r, bool may_read) {
+    const auto index = executor_->index_of(r.handle);
+    if (!index || !is_own(r.handle) || unsettled_.contains(*index)) return {};
+    const Entry entry = executor_->entry(*index);
+    if (entry.is_valid() || !executor_->is_idle(*index) || !accepts(r, entry) || !has_size(r)) return {};
+    if (r.is_inline() ? r.inlined.size() > grant_->inline_bytes : !may_read) return {};
+    const auto block_offset = executor_->take(*grant_, *index);
+    if (!block_offset) return {};
+    return r.is_inline() ? finish(r, *index, *block_offset) : read(r, *index, *block_offset);
+}
+
+std::optional<Work> ExecutorSession::free(const Request& r) {
+    const auto index = executor_->index_of(r.handle);
+    if (!index || !is_own(r.handle) || unsettled_.contains(*index)) return {};
+    const Entry entry = executor_->entry(*index);
+    if (!entry.is_valid() || !accepts(r, entry) || !executor_->free(*grant_, *index)) return {};
+    return Work{.kind = Work::Kind::answer, .opcode = opcode::free, .answer = encode_answer(r, executor_->entry(*index), false)};
+}
+
+Work ExecutorSession::read(const Request& r, u64 index, u64 block_offset) {
+    unsettled_.emplace(index, Unsettled{r, block_offset});
+    return {.kind = Work::Kind::read,
+            .opcode = r.opcode,
+            .entry = index,
+            .block_offset = block_offset,
+            .length = r.length,
+            .stag = r.stag,
+            .offset = r.offset};
+}
+
+// The data of a store is there, inline or in its block.
+Work ExecutorSession::finish(const Request& r, u64 index, u64 block_offset) {
+    if (r.is_inline()) std::memcpy(executor_->block(block_offset), r.inlined.data(), r.inlined.size());
+    if (r.opcode == opcode::alloc_store)
+        executor_->bind(*grant_, index, block_offset, r.length, r.seals());
+    else
+        executor_->update(index, r.length, r.seals());
+    return {.kind = Work::Kind::answer,
+            .opcode = r.opcode,
+            .stag = r.invalidates() ? r.stag : 0,
+            .invalidate = r.invalidates(),
+            .answer = encode_answer(r, executor_->entry(index), true)};
+}
+
+Work ExecutorSession::store_arrived(u64 entry) {
+    const Unsettled done = unsettled_.extract(entry).mapped();
+    return finish(*done.store, entry, done.block_offset);
+}
+
+// A bound block that a store was half done with keeps what it holds; the software target frees it with the session.
+void ExecutorSession::give_up() {
+    for (const auto& [index, unsettled] : unsettled_)
+        if (unsettled.store && unsettled.store->opcode == opcode::alloc_store) executor_->untake(*grant_, index, unsettled.block_offset);
+    unsettled_.clear();
+}
+
+}  // namespace kbtp

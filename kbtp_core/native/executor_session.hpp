@@ -1,0 +1,75 @@
+// What the executor has in progress for one session, without sockets: the transport asks what to do with a message and does it.
+//
+// An operation is *unsettled* while its effect depends on something under way: a store until its data has been read from the initiator,
+// a load of an unsealed block until its octets have left. Requests that name one handle take effect in the order sent (kbtp-completion.md,
+// session rules), so:
+// 1. Nothing is run here for a handle that has an unsettled operation.
+// 2. What is not run here while operations are unsettled reaches the software target only once all of them have settled; and what comes
+//    behind it goes the same way, for nothing is run here while the software target has unanswered messages of the session.
+// 3. A request with the Request ID of an unsettled store is malformed and not run.
+//
+// One caller at a time.
+#pragma once
+
+#include <unordered_map>
+
+#include "executor.hpp"
+
+namespace kbtp {
+
+struct Work {
+    enum class Kind : u8 {
+        load,    // RDMA Write [block_offset, + length) of the pool to (stag, offset), then send `answer`; `load_sent` when it has left
+        read,    // RDMA Read (stag, offset, length) into the pool at block_offset; then `store_arrived`
+        answer,  // send `answer`
+    } kind;
+    u8 opcode = 0;  // of the request; 0 if it was refused
+    u64 entry = 0, block_offset = 0;
+    u32 length = 0, stag = 0;
+    u64 offset = 0;
+    bool invalidate = false;  // the answer is a Send with Invalidate of `stag`
+    bool snapshot = false;    // the block may change while it is sent
+    Answer answer{};
+};
+
+class ExecutorSession {
+  public:
+    // Without a grant, or without a pool of the executor's, only LOADs are run. `pool_bytes` is the length of the pool's region.
+    ExecutorSession(std::shared_ptr<Executor> executor, std::optional<StoreGrant> grant, u64 pool_bytes)
+        : executor_(std::move(executor)), grant_(executor_->has_pool() ? grant : std::nullopt), pool_bytes_(pool_bytes) {}
+
+    // A message has arrived whole. Nothing: it is for the software target. `is_up`: the software target has unanswered messages of this
+    // session. `may_read`: the peer answers RDMA Reads.
+    std::optional<Work> take(std::span<const u8> message, bool is_up, bool may_read);
+    // The octets of a load have left, or never will.
+    void load_sent(u64 entry, bool is_snapshot);
+    // The data of a store is in its block: what to answer.
+    Work store_arrived(u64 entry);
+    // The connection is gone and touches no memory any more.
+    void give_up();
+
+    bool has_unsettled() const { return !unsettled_.empty(); }
+
+  private:
+    struct Unsettled {
+        std::optional<Request> store;  // else a load
+        u64 block_offset = 0;
+    };
+
+    std::optional<Work> load(const Request& request);
+    std::optional<Work> store(const Request& request, bool may_read);
+    std::optional<Work> alloc_store(const Request& request, bool may_read);
+    std::optional<Work> free(const Request& request);
+    std::optional<Work> duplicate(std::span<const u8> message) const;
+    Work read(const Request& request, u64 index, u64 block_offset);
+    Work finish(const Request& request, u64 index, u64 block_offset);
+    bool is_own(u64 handle) const { return grant_ && handle - grant_->handle_base < grant_->handle_count; }
+    bool has_size(const Request& r) const { return r.length > 0 && r.length <= executor_->block_bytes(); }
+
+    const std::shared_ptr<Executor> executor_;
+    const std::optional<StoreGrant> grant_;
+    const u64 pool_bytes_;
+    std::unordered_map<u64, Unsettled> unsettled_;  // by table entry
+};
+
+}  // namespace kbtp
