@@ -147,7 +147,7 @@ def usage_too_high(pool: BlockPool) -> None:
 
 
 def over_quota(pool: BlockPool) -> None:
-    pool._allowances[1].usage, pool._allowances[2].usage = 2, -1
+    pool._allowances[1].quota = 0
 
 
 def promised_too_much(pool: BlockPool) -> None:
