@@ -55,6 +55,8 @@ def test_with_a_key_both_sides_are_proved_with_a_second_hello() -> None:
     link = world.link(trust_domain="team", secret=b"key").greet()
     assert link.initiator.state is InitiatorState.READY
     assert link.statuses == [Status.UNAUTHENTICATED, Status.OK]
+    assert link.initiator.ack is not None
+    assert link.initiator.ack.nonce == draw(16)
 
 
 @pytest.mark.parametrize(("domain", "secret"), [("team", b"wrong"), ("other", b"key")])
@@ -105,6 +107,8 @@ def test_an_unknown_version_is_answered_with_the_highest_that_is_spoken() -> Non
     hello[0] = 9
     answer, _ = link.session.receive(bytes(hello), 0.0)
     assert parse(answer.data) == Completion(0, 0, 0, Status.VERSION, data_length=1)  # type: ignore[union-attr]
+    short = ring_world().link().session.receive(bytes(hello[:24]), 0.0)  # what follows the header may be different there
+    assert short == [answer, Close("HELLO of version 9")]
     link.initiator.receive(answer.data)  # type: ignore[union-attr]
     assert "VERSION; the highest that it speaks is 1" in error_of(link)
 

@@ -29,7 +29,9 @@ from kbtp_core.protocol.wire import (
     Store,
     Unknown,
     decode_completions,
+    decode_records,
     encode_frees,
+    encode_record,
     encode_requests,
     parse,
 )
@@ -227,6 +229,23 @@ def test_a_batch_of_completions_is_decoded_or_refused_as_a_whole() -> None:
     bad = [*good, Load(1, 2, 3, DATA).encode()]
     with pytest.raises(Malformed, match="message 3 of 4"):
         decode_completions(np.frombuffer(b"".join(bad), np.uint8).reshape(4, 40))
+
+
+def test_completion_records_have_the_fields_of_their_completions() -> None:
+    completions = [Completion(7 << 32, 100, 5, 0, 64, 1 << 40), Completion(7 << 32 | 1, 101, 65535, 18)]
+    octets = b"".join(encode_record(completion) for completion in completions)
+    assert octets[:24].hex() == "0000000700000000" + "0000" + "0005" + "00000040" + "0000010000000000"
+    decoded = decode_records(np.frombuffer(octets, np.uint8).reshape(2, 24))
+    assert [decoded[name].tolist() for name in ("request_id", "status", "generation", "data_length", "block_offset")] == [
+        [7 << 32, 7 << 32 | 1],
+        [0, 18],
+        [5, 65535],
+        [64, 0],
+        [1 << 40, 0],
+    ]
+    assert (decoded["handle"].tolist(), decoded["checksum"].tolist()) == ([0, 0], [0, 0])
+    with pytest.raises(Malformed, match=r"^completion records of 40 octets, expected 24$"):
+        decode_records(np.zeros((1, 40), np.uint8))
 
 
 def test_a_proof_is_the_hmac_of_the_message_before_it_and_the_peers_nonce() -> None:
