@@ -63,7 +63,7 @@ def test_with_a_key_both_sides_are_proved_with_a_second_hello() -> None:
 def test_a_wrong_proof_closes_the_connection(domain: str, secret: bytes) -> None:
     link = ring_world(secrets={"team": b"key"}).link(trust_domain=domain, secret=secret).greet()
     assert "10.0.0.1:7400 answered HELLO with UNAUTHENTICATED: the secrets differ" in error_of(link)
-    assert link.closed_because is not None
+    assert link.closed_because == f"a wrong proof for trust domain {domain!r}"
     assert link.session.state is TargetState.CLOSED
 
 
@@ -116,17 +116,21 @@ def test_an_unknown_version_is_answered_with_the_highest_that_is_spoken() -> Non
 def test_a_block_size_that_the_target_has_not_is_refused() -> None:
     link = ring_world(block_bytes=64).link(block_bytes=128).greet()
     assert "UNSUPPORTED: it has no pool of the block size" in error_of(link)
+    assert link.closed_because == "no pool of blocks of 128 octets"
 
 
 def test_a_trust_domain_that_is_not_served_is_refused() -> None:
     link = ring_world(trust_domains=frozenset({"a"})).link(trust_domain="b").greet()
     assert "NOT_PERMITTED: it does not serve this trust domain" in error_of(link)
+    assert link.closed_because == "trust domain 'b' is not served"
 
 
 def test_a_target_that_shuts_down_admits_nobody() -> None:
     world = ring_world()
     world.target.shut_down()
-    assert "SHUTTING_DOWN" in error_of(world.link().greet())
+    link = world.link().greet()
+    assert "SHUTTING_DOWN" in error_of(link)
+    assert link.closed_because == "the target shuts down"
 
 
 def test_a_malformed_hello_is_answered_with_a_zeroed_body_and_closes() -> None:

@@ -63,8 +63,9 @@ def test_illegal_moves_are_refused_by_name() -> None:
     pool.bound(offset)
     with pytest.raises(ValueError, match="is BOUND and can't be given back"):
         pool.give_back(1, offset, clear=False)
-    with pytest.raises(ValueError, match="0x1001 is no Block Offset"):
-        pool.bound(0x1001)
+    for offset in (0x1001, 0xFF0, 0x1040):
+        with pytest.raises(ValueError, match=rf"^{offset:#x} is no Block Offset of this pool$"):
+            pool.bound(offset)
     pool.check_integrity()
 
 
@@ -85,6 +86,22 @@ def test_a_lent_pool_of_no_block_or_of_blocks_that_no_message_can_name_is_refuse
 def test_a_pool_of_no_whole_number_of_blocks_is_refused(block_bytes: int, pool_bytes: int) -> None:
     with pytest.raises(ValueError, match=rf"^{pool_bytes} octets are no whole number of blocks of {block_bytes}$"):
         BlockPool(block_bytes, np.zeros(pool_bytes, np.uint8))
+
+
+def test_blocks_are_as_small_as_an_octet_and_as_large_as_a_length_can_say() -> None:
+    assert BlockPool(1, np.zeros(3, np.uint8)).block_count == 3
+    octets = np.zeros(1, np.uint8)
+    largest = BlockPool(0xFFFF_FFFF, np.broadcast_to(octets, 0xFFFF_FFFF))
+    assert (largest.block_count, largest.take(1) if largest.grant(1, 9) == 1 else None) == (1, 0)
+    with pytest.raises(ValueError, match=r"^4294967296 octets are no whole number of blocks of 4294967296$"):
+        BlockPool(1 << 32, np.broadcast_to(octets, 1 << 32))
+
+
+def test_a_pool_keeps_its_memory_and_has_a_ring_of_the_form_that_was_asked_for() -> None:
+    memory = np.zeros(48, np.uint8)
+    assert BlockPool(16, memory).memory is memory
+    tails = [int(BlockPool(16, memory, **form).ring.counters[1]) for form in ({}, {"masked": True}, {"masked": False})]
+    assert tails == [3 << 32 | 48, 3 << 32 | 48, 3 << 32]
 
 
 def test_a_partition_is_carved_out_of_what_nobody_was_promised() -> None:

@@ -47,13 +47,20 @@ def test_vector_calls_bind_and_clear_many_handles_in_the_order_given() -> None:
 
 
 @pytest.mark.parametrize(
-    ("handles", "why"), [([5, 20], "outside the table"), ([9], "outside"), ([11, 12], "12 is bound already"), ([13, 13], "twice")]
+    ("handles", "why"),
+    [
+        ([5, 20], r"handle 5 is outside the table \[10, \+5\)"),
+        ([11, 15], r"handle 15 is outside the table \[10, \+5\)"),
+        ([9], r"handle 9 is outside the table \[10, \+5\)"),
+        ([11, 12], "handle 12 is bound already"),
+        ([13, 13], "a handle is named twice in one call"),
+    ],
 )
 def test_a_refused_bind_changes_nothing(handles: list[int], why: str) -> None:
     table = BlockTable(5, base_handle=10)
     table.bind([12], [0], [1], sealed=True)
     before = table.entries.tobytes()
-    with pytest.raises(ValueError, match=why):
+    with pytest.raises(ValueError, match=rf"^{why}$"):
         table.bind(handles, [64] * len(handles), [1] * len(handles), sealed=True)
     assert table.entries.tobytes() == before
 

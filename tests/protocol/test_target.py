@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -393,6 +394,39 @@ def test_a_bound_block_may_be_as_long_as_a_block() -> None:
     machine = link.take_direct([bytes(range(64))])
     assert link.bind_taken(machine, [100]).status.tolist() == [Status.OK]
     assert link.world.block(int(machine.block_offset[0]), 64) == bytes(range(64))
+
+
+def test_a_session_before_its_hello_has_nothing() -> None:
+    session = ring_world().link().session
+    assert (session.peer, session.state, session.hello, session.ack) == ("10.0.0.2:1", TargetState.GREETING, None, None)
+    assert (session.handle_base, session.handle_count, session.partition) == (0, 0, None)
+    assert (session.has_effects, session.has_tickets, session.unanswered_count, session.is_idle) == (False, False, 0, False)
+
+
+def test_a_target_has_the_keys_domains_and_handles_that_it_was_given() -> None:
+    def target(**options: Any) -> Target:
+        return Target(LentPool(64, 64), BlockTable(4), name="target", incarnation=1, **options)
+
+    plain = target()
+    assert (plain.reserved_handles, plain.readers, plain.trust_domains, plain.clears_blocks) == (0, None, None, True)
+    assert target(readers=len).readers is len
+    one, two = target(secrets={"a": b"1"}), target(secrets={"a": b"1", "b": b"2"}, trust_domains=frozenset({"c"}))
+    assert (one.trust_domains, one.clears_blocks) == ({"a"}, False)
+    assert (two.trust_domains, two.clears_blocks) == ({"a", "b"}, True)
+
+
+def test_what_native_code_reads_of_a_target_has_the_width_that_it_expects() -> None:
+    target = ring_world().target
+    assert (target.entry_state.dtype, target.reading.dtype, target.entry_state.size) == (np.uint8, np.int32, 16)
+
+
+def test_an_entry_makes_no_move_that_it_may_not_make() -> None:
+    target = ring_world().target
+    target.reserve(0)
+    with pytest.raises(AssertionError, match=r"^entry 0 is RESERVED, not IDLE$"):
+        target.reserve(0)
+    with pytest.raises(AssertionError, match=r"^entry 1 is IDLE, not BOUND$"):
+        target.clear(1)
 
 
 def test_a_target_needs_an_incarnation() -> None:

@@ -81,6 +81,11 @@ GOLDEN: list[tuple[Message, str]] = [
         "0000000000000010 00000011 00000012 0000000000000013 00000014 00000015 0000000000000016"
         "00000000000000000000000000000000 0001 74 0020 000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f",
     ),
+    (
+        Hello(1, 1, client_name="", trust_domain="x", proof=bytes(range(32))),
+        "01010000 0000000000000001 0000000000000000 00000000" + "00" * 24 + "0000000000000001" + "00" * 16 + "0000 0001 78 0020"
+        "000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f",
+    ),
     (Unknown(Header(0x80, 77), b"xyz"), "01800000 000000000000004d 0000000000000000 00000000 78797a"),
 ]
 
@@ -172,30 +177,81 @@ def check_parse(octets: bytes) -> None:
     assert parse(message.encode()) == message
 
 
+HELLO_HEAD, ACK_HEAD = Hello(1, 1).encode()[:72], HelloAck(1).encode()[:156]
+
+
 @pytest.mark.parametrize(
     ("octets", "why"),
     [
-        (bytes(23), "shorter than the header"),
-        (Load(1, 2, 3, DATA).encode() + b"x", "expected 40"),
-        (Load(1, 2, 3, DATA).encode()[:-1], "shorter than 40"),
-        (Store(1, 2, 0, DataDescriptor(0, 0, 4), Flag.INLINE, None, b"abc").encode(), "inline length 4, but 3"),
-        (Store(1, 2, 0, DataDescriptor(1, 0, 3), Flag.INLINE, None, b"abc").encode(), "zero STag"),
-        (Store(1, 2, 0, DataDescriptor(0, 0, 1), Flag.INLINE | Flag.INVALIDATE, None, b"x").encode(), "INVALIDATE"),
-        (Load(1, 2, 3, DATA, Flag.SEAL).encode(), "undefined flags 0x0002"),
-        (Load(1, 2, 3, DATA, Flag(0x20)).encode(), "undefined flags 0x0020"),
-        (Free(1, 2, 3, Flag.INVALIDATE).encode(), "undefined flags 0x0008"),
-        (Hello(1, 0).encode(), "incarnation zero"),
-        (Hello(1, 1).encode() + b"x", "after the proof"),
-        (Hello(1, 1).encode()[:-2] + b"\x00\x05" + bytes(5), "a proof of 5 octets"),
-        (Hello(1, 1).encode()[:72] + b"\x00\x01\xff" + b"\0\0\0\0", "no UTF-8"),
-        (Hello(1, 1).encode()[:72] + b"\x01\x00" + b"a" * 256 + b"\0\0\0\0", "longer than 255"),
-        (Header(Opcode.COMPLETION, 1).encode(), "expected 40"),
-        (Header(Opcode.GOODBYE, 1).encode() + b"\0", "expected 24"),
+        (b"", "a message of 0 octets is shorter than the header of 24"),
+        (bytes(23), "a message of 23 octets is shorter than the header of 24"),
+        (Load(1, 2, 3, DATA).encode() + b"x", "LOAD of 41 octets, expected 40"),
+        (Load(1, 2, 3, DATA).encode()[:-1], "LOAD of 39 octets is shorter than 40"),
+        (Store(1, 2, 3, DATA).encode()[:24], "STORE of 24 octets is shorter than 40"),
+        (AllocStore(1, 2, 3, DATA).encode() + b"x", "ALLOC_STORE of 41 octets, expected 40"),
+        (Load(1, 2, 3, DATA, Flag.RECORD, RECORD_SLOT).encode()[:-1], "LOAD of 55 octets has no room for its completion descriptor"),
+        (Free(1, 2, 3, Flag.RECORD, RECORD_SLOT).encode()[:24], "FREE of 24 octets has no room for its completion descriptor"),
+        (Free(1, 2, 3, Flag.RECORD, RECORD_SLOT).encode() + b"x", "FREE of 41 octets, expected 40"),
+        (Store(1, 2, 0, DataDescriptor(0, 0, 4), Flag.INLINE, None, b"abc").encode(), "inline length 4, but 3 octets arrived"),
+        (
+            Store(1, 2, 0, DataDescriptor(1, 0, 3), Flag.INLINE, None, b"abc").encode(),
+            "an inline store must have a zero STag and a zero Tagged Offset",
+        ),
+        (
+            Store(1, 2, 0, DataDescriptor(0, 1, 3), Flag.INLINE, None, b"abc").encode(),
+            "an inline store must have a zero STag and a zero Tagged Offset",
+        ),
+        (
+            Store(1, 2, 0, DataDescriptor(0, 0, 1), Flag.INLINE | Flag.INVALIDATE, None, b"x").encode(),
+            "an inline store names no STag that INVALIDATE could mean",
+        ),
+        (Load(1, 2, 3, DATA, Flag.SEAL).encode(), "LOAD with undefined flags 0x0002"),
+        (Load(1, 2, 3, DATA, Flag(0x20)).encode(), "LOAD with undefined flags 0x0020"),
+        (Free(1, 2, 3, Flag.INVALIDATE).encode(), "FREE with undefined flags 0x0008"),
+        (Header(Opcode.GOODBYE, 1, flags=0x8001).encode(), "GOODBYE with undefined flags 0x8001"),
+        (Bind(1, 2, 0, 3, 4, 5).encode()[:-1], "BIND of 39 octets, expected 40"),
+        (Header(Opcode.COMPLETION, 1).encode(), "COMPLETION of 24 octets, expected 40"),
+        (Header(Opcode.GOODBYE, 1).encode() + b"\0", "GOODBYE of 25 octets, expected 24"),
+        (HELLO_HEAD[:-1], "HELLO of 71 octets is shorter than its fixed part"),
+        (HELLO_HEAD, "the message ends before the length of its client name"),
+        (HELLO_HEAD + b"\0", "the message ends before the length of its client name"),
+        (HELLO_HEAD + b"\0\2a", "the message ends inside its client name"),
+        (HELLO_HEAD + b"\0\1a\0", "the message ends before the length of its trust domain"),
+        (HELLO_HEAD + b"\0\1a\0\3bc", "the message ends inside its trust domain"),
+        (HELLO_HEAD + b"\0\0\0\0", "the message ends before the length of its proof"),
+        (Hello(1, 0).encode(), "HELLO with incarnation zero"),
+        (Hello(1, 1).encode() + b"x", "1 octets after the proof"),
+        (HELLO_HEAD + b"\0\0\0\0\0\5" + bytes(5), "a proof of 5 octets, expected 0 or 32"),
+        (
+            HELLO_HEAD + b"\0\1\xff" + b"\0\0\0\0",
+            "the client name is no UTF-8: 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte",
+        ),
+        (HELLO_HEAD + b"\1\0" + b"a" * 256 + b"\0\0\0\0", "a client name of 256 octets is longer than 255"),
+        (HELLO_HEAD + b"\0\0\1\0" + b"a" * 256 + b"\0\0", "a trust domain of 256 octets is longer than 255"),
+        (ACK_HEAD[:-1], "HELLO_ACK of 155 octets is shorter than its fixed part"),
+        (ACK_HEAD, "the message ends before the length of its target name"),
+        (ACK_HEAD + b"\1\0" + b"a" * 256 + b"\0\0", "a target name of 256 octets is longer than 255"),
+        (ACK_HEAD + b"\0\0\0\x20" + bytes(31), "the message ends inside its proof"),
     ],
 )
 def test_a_malformed_message_says_what_is_wrong_with_it(octets: bytes, why: str) -> None:
-    with pytest.raises(Malformed, match=why):
+    with pytest.raises(Malformed) as refused:
         parse(octets)
+    assert str(refused.value) == why
+
+
+def test_a_record_flag_and_a_descriptor_go_together() -> None:
+    for message in (Load(7, 2, 3, DATA, Flag.RECORD), Load(7, 2, 3, DATA, Flag.NONE, RECORD_SLOT)):
+        with pytest.raises(ValueError, match=r"^LOAD 7: the RECORD flag and a completion descriptor go together$"):
+            message.encode()
+
+
+def test_a_name_or_a_proof_that_does_not_fit_is_not_sent() -> None:
+    assert len(Hello(1, 1, client_name="é" * 127 + "x").encode()) == 78 + 255
+    with pytest.raises(ValueError, match=r"^a name of 256 octets is longer than 255: b'a{40}'\.\.\.$"):
+        Hello(1, 1, client_name="a" * 256).encode()
+    with pytest.raises(ValueError, match=r"^a proof has 0 or 32 octets, not 31$"):
+        HelloAck(1, proof=bytes(31)).encode()
 
 
 def test_a_message_of_another_version_keeps_its_request_id() -> None:
