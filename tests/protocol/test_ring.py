@@ -120,6 +120,18 @@ def test_the_block_of_a_ticket_is_known_while_it_waits_in_line_for_its_slot() ->
     ring.check_integrity()
 
 
+def test_frees_that_wait_for_different_slots_are_counted_together() -> None:
+    ring = FreeRing([10, 20, 30, 40])
+    slow = [ring.take_ticket(), ring.take_ticket()]
+    assert [ring.allocate(), ring.allocate()] == [30, 40]
+    assert [ring.give_back(30), ring.give_back(40)] == [False, False]
+    assert ring.deferred_count == 2
+    for left, ticket in zip((1, 0), slow, strict=True):
+        ring.consume(ticket)
+        assert ring.deferred_count == left
+        ring.check_integrity()
+
+
 def test_a_slot_is_not_consumed_for_a_ticket_that_it_was_not_written_for() -> None:
     ring = FreeRing([10, 20])
     with pytest.raises(ValueError, match=r"^slot 1 does not hold a block for ticket 3$"):

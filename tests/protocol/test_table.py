@@ -100,3 +100,47 @@ def test_valid_entries_of_a_range_are_found_where_they_are() -> None:
     assert table.valid_indexes(0, 8).tolist() == [1, 3, 5, 7]
     assert table.valid_indexes(3, 4).tolist() == [3, 5]
     assert table.valid_indexes(4, 1).tolist() == []
+
+
+@pytest.mark.parametrize(("count", "base"), [(0, 0), (-1, 0), (1 << 32, 0), (1 << 32, -1), (4, -1), (4, (1 << 64) - 3), (1, 1 << 64)])
+def test_a_table_that_handles_or_indexes_cant_name_is_refused(count: int, base: int) -> None:
+    with pytest.raises(ValueError, match=rf"^a table of {count} entries from handle {base} does not fit the wire format$"):
+        BlockTable(count, base)
+
+
+def test_a_table_may_end_with_the_last_handle() -> None:
+    last = (1 << 64) - 1
+    table = BlockTable(2, last - 1)
+    assert table.bind([last], [64], [1], sealed=True).tolist() == [2]
+    assert (table.index_of(last), table.index_of(last + 1), table.index_of(0)) == (1, None, None)
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [np.zeros(4, "V16"), np.zeros(3, ENTRY), np.zeros((4, 1), ENTRY), np.zeros(8, ENTRY)[::2], np.zeros(72, np.uint8)[4:68].view(ENTRY)],
+    ids=["other fields", "too short", "two dimensions", "gaps", "not aligned"],
+)
+def test_memory_that_a_native_reader_would_misread_is_refused(memory: np.ndarray) -> None:
+    with pytest.raises(ValueError, match=r"^table memory must be 4 aligned, contiguous entries of dtype ENTRY$"):
+        BlockTable(4, memory=memory)
+
+
+def test_length_and_offset_are_written_before_the_word_that_makes_them_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = BlockTable(2)
+    seen: list[str] = []
+    monkeypatch.setattr("kbtp_core.protocol.table.memory_fence", lambda: seen.append(table.entries[1].tobytes().hex()))
+    rest = "00000005" + "0000000000000040"
+    table.bind_one(1, 64, 5, sealed=True)
+    assert seen == ["00000001" + rest, "00030002" + rest]
+    table.clear_one(1)
+    assert seen[2:] == ["00030002" + rest, "00000003" + rest]
+    table.bind([1], [64], [5], sealed=False)
+    assert seen[4:] == ["00000003" + rest, "00010004" + rest]
+    table.clear([1])
+    assert seen[6:] == ["00010004" + rest, "00000005" + rest]
+
+
+def test_generations_are_told_as_numbers_of_16_bits() -> None:
+    table = BlockTable(2)
+    told = [table.bind([0], [0], [1], sealed=True), table.clear([0]), table.clear_indexes(np.arange(0))]
+    assert [generations.dtype for generations in told] == [np.uint16] * 3
