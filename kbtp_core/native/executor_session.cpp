@@ -77,6 +77,8 @@ std::optional<Work> ExecutorSession::store(const Request& r, bool may_read) {
     if (!index || !is_own(r.handle) || unsettled_.contains(*index)) return {};
     const Entry entry = executor_->entry(*index);
     if (!entry.is_valid() || entry.is_sealed() || !accepts(r, entry) || !has_size(r)) return {};
+    // A load that the software target has answered may still wait for its turn to send what the block holds now.
+    if (executor_->readers(*index) > 0) return {};
     if (!r.is_inline()) return may_read ? std::optional(read(r, *index, entry.block_offset)) : std::nullopt;
     if (r.inlined.size() > grant_->inline_bytes) return {};
     return finish(r, *index, entry.block_offset);

@@ -1,14 +1,16 @@
-"""Plain LOADs are answered natively where the provider can, and everything else still reaches the target."""
+"""Plain requests are run natively where the provider can, and everything else still reaches the target."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
+from kbtp_core.errors import SessionClosed
 from kbtp_core.fabric.softrnic import SoftRnic
-from kbtp_core.protocol import Status
+from kbtp_core.protocol import BlockPool, Capability, Flag, Status
 from kbtp_core.session import InitiatorSession, TargetServer
 from tests.session.conftest import BLOCK, World, buffer, soon, wait_until
 
@@ -48,3 +50,102 @@ def test_what_is_not_plain_is_answered_by_the_target_and_then_loads_are_native_a
     before = executed(server)
     assert session.load([1000, 1001], 2, region, [0, BLOCK], BLOCK, deadline=soon()).wait().ok
     wait_until(lambda: executed(server) == before + 2)
+
+
+@pytest.fixture
+def ring() -> Iterator[tuple[World, TargetServer, InitiatorSession]]:
+    fabric = SoftRnic()
+    world = World(fabric, use_executor=True)
+    server = world.ring(blocks=16)
+    yield world, server, world.connect(server)
+    world.close()
+    fabric.close()
+
+
+def counts(server: TargetServer) -> dict[str, int]:
+    (connection,) = server._core._connections.values()
+    return {name: count for name, count in connection.qp.stats().items() if name.startswith("executed_")}
+
+
+def test_stores_and_frees_do_not_reach_the_interpreter(ring: tuple[World, TargetServer, InitiatorSession]) -> None:
+    _, server, session = ring
+    memory, handles = buffer(8), 1000 + np.arange(4)
+    memory[: 4 * BLOCK] = np.repeat([11, 22, 33, 44], BLOCK)
+    region = session.register(memory)
+    with server._lock:  # the target could answer nothing
+        stored = session.alloc_store(handles, 0, region, np.arange(4) * BLOCK, BLOCK, deadline=soon()).wait()
+        inline = session.alloc_store_inline([1010, 1011], 0, [b"a", b"bc"], deadline=soon(), flags=0).wait()
+        again = session.store_inline([1010], inline.generation[:1], [b"xyz"], deadline=soon(), flags=Flag.SEAL).wait()
+        loaded = session.load(handles, stored.generation, region, (4 + np.arange(4)) * BLOCK, BLOCK, deadline=soon()).wait()
+        freed = session.free(handles, stored.generation, deadline=soon()).wait()
+    assert stored.ok
+    assert inline.ok
+    assert again.data_length.tolist() == [3]
+    assert loaded.ok
+    assert memory[4 * BLOCK :: BLOCK].tolist() == [11, 22, 33, 44]
+    assert freed.generation.tolist() == [3] * 4
+    assert counts(server) == {"executed_loads": 4, "executed_stores": 7, "executed_frees": 4}
+    assert server.target.table.entry(10).is_sealed
+
+
+def test_the_target_goes_on_where_the_executor_left_off(ring: tuple[World, TargetServer, InitiatorSession]) -> None:
+    _, server, session = ring
+    stored = session.alloc_store_inline(1000 + np.arange(8), 0, [b"x"] * 8, deadline=soon()).wait()
+    assert stored.ok
+    full = session.alloc_store_inline([1008, 1000], 0, [b"x"] * 2, deadline=soon()).wait()
+    assert full.status.tolist() == [Status.NO_SPACE, Status.ALREADY_BOUND]
+    assert session.free([1000, 1001], [2, 9], deadline=soon()).wait().status.tolist() == [Status.OK, Status.STALE_GENERATION]
+    assert session.alloc_store_inline([1000], 3, [b"y"], deadline=soon()).wait().ok
+    with server._lock:
+        server.target.check_integrity()
+
+
+def test_a_session_that_leaves_gives_back_what_the_executor_took(ring: tuple[World, TargetServer, InitiatorSession]) -> None:
+    world, server, session = ring
+    assert session.alloc_store_inline(1000 + np.arange(8), 0, [b"x"] * 8, deadline=soon()).wait().ok
+    session.close()
+    wait_until(lambda: server._core.connection_count == 0 and not server.target.sessions)
+    other = world.connect(server, quota=16)
+    assert other.target.quota == 16
+    assert other.alloc_store_inline(other.target.handle_base + np.arange(16), 0, [b"z"] * 16, deadline=soon()).wait().ok
+
+
+def test_a_peer_that_dies_in_the_middle_of_a_store_costs_no_block(ring: tuple[World, TargetServer, InitiatorSession]) -> None:
+    _, server, session = ring
+    region = session.register(buffer(1))
+    region.close()  # the Read of the store ends the connection
+    batch = session.alloc_store([1000, 1001], 0, region, 0, BLOCK, deadline=soon())
+    with pytest.raises(SessionClosed):
+        batch.wait()
+    wait_until(lambda: not server.target.sessions)
+    pool = server.target.pool
+    assert isinstance(pool, BlockPool)
+    assert not pool.states.any()
+
+
+def test_sessions_on_both_sides_of_the_executor_share_one_ring() -> None:
+    fabric = SoftRnic()
+    world = World(fabric, use_executor=True)
+    server = world.ring(blocks=32, handles=64, crc32c=lambda data: 7)
+    native = world.connect(server, quota=16, handle_count=32)
+    software = world.connect(server, quota=16, handle_count=32, capabilities=int(Capability.CHECKSUM))
+    assert not software.target.handle_base == native.target.handle_base
+
+    def churn(session: InitiatorSession) -> None:
+        handles = session.target.handle_base + np.arange(16)
+        for _ in range(40):
+            stored = session.alloc_store_inline(handles, 0, [b"%d" % i for i in range(16)], deadline=soon()).wait()
+            assert stored.ok
+            assert session.free(handles, stored.generation, deadline=soon()).wait().ok
+
+    threads = [threading.Thread(target=churn, args=(session,)) for session in (native, software)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    with server._lock:
+        server.target.check_integrity()
+    executed = sorted(connection.qp.stats()["executed_stores"] for connection in server._core._connections.values())
+    assert executed == [0, 640]
+    world.close()
+    fabric.close()
