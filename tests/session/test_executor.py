@@ -129,7 +129,7 @@ def test_sessions_on_both_sides_of_the_executor_share_one_ring() -> None:
     server = world.ring(blocks=32, handles=64, crc32c=lambda data: 7)
     native = world.connect(server, quota=16, handle_count=32)
     software = world.connect(server, quota=16, handle_count=32, capabilities=int(Capability.CHECKSUM))
-    assert not software.target.handle_base == native.target.handle_base
+    assert software.target.handle_base != native.target.handle_base
 
     def churn(session: InitiatorSession) -> None:
         handles = session.target.handle_base + np.arange(16)
