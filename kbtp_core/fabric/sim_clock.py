@@ -52,6 +52,10 @@ class Simulation:
         self.terminated: dict[int, int] = {}
         """How often a peer was told of each error, by Terminate code."""
         self.event_count = 0
+        self.message_count = 0
+        """Messages that have left: Sends, Writes, Read Requests and their answers, atomics."""
+        self.executed_count = 0
+        """Requests that executors have run, but for LOADs."""
         self._events: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
         self._scheduled = 0
         self._numbers = 0

@@ -110,6 +110,7 @@ class SimRun:
             return
         for name, is_one in zip(self.counts, (work.opcode == 3, work.opcode in (4, 5), work.opcode == 6), strict=True):
             self.counts[name] += is_one
+        pair.sim.executed_count += work.opcode > 3
         messages = []
         if work.kind == _LOAD:
             write = Message(int(Op.WRITE), None, self._pool, work.block_offset, work.length, None, work.stag, work.offset)

@@ -399,6 +399,7 @@ class SimQp:
         if not burst or other is None or other.is_dead:
             return
         sim = self.sim
+        sim.message_count += len(burst)
         conditions = sim.conditions
         delay = sim.between(conditions.delay_s)
         if sim.chance(conditions.stall):

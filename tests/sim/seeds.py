@@ -24,6 +24,8 @@ class Tally:
     answers: int = 0
     loads: int = 0
     faults: int = 0
+    messages: int = 0
+    executed: int = 0
     failures: list[str] = field(default_factory=list)
 
     def add(self, other: Tally) -> None:
@@ -32,6 +34,8 @@ class Tally:
         self.answers += other.answers
         self.loads += other.loads
         self.faults += other.faults
+        self.messages += other.messages
+        self.executed += other.executed
         self.failures += other.failures
 
 
@@ -49,6 +53,8 @@ def run_slice(first: int, count: int, requests: int) -> Tally:
             tally.answers += outcome.answers
             tally.loads += outcome.loads
             tally.faults += outcome.faults
+            tally.messages += outcome.messages
+            tally.executed += outcome.executed
     return tally
 
 

@@ -16,7 +16,7 @@ from tests.sim.initiator import GRACE_S, LONGEST_DEADLINE_S, SimInitiator
 from tests.sim.model import Life
 from tests.sim.target import SimTarget
 
-REQUESTS = 1000
+REQUESTS = 1200
 LONGEST_S = 60.0
 
 
@@ -55,7 +55,8 @@ class Outcome:
     answers: int
     loads: int
     faults: int
-    events: int
+    messages: int
+    executed: int
     virtual_s: float
 
 
@@ -94,7 +95,7 @@ class World:
             if target is not None:
                 target.check_whole()
         loads = sum(life.load_count for life in self.lives.values())
-        return Outcome(self.request_count, self.answer_count, loads, self.fault_count, sim.event_count, sim.now)
+        return Outcome(self.request_count, self.answer_count, loads, self.fault_count, sim.message_count, sim.executed_count, sim.now)
 
     def _end_initiators(self) -> None:
         sim = self.sim
@@ -169,6 +170,7 @@ def _draw_shape(sim: Simulation) -> Shape:
     initiators = random.randint(1, 4)
     is_rough = random.random() < 0.8
     is_restless = random.random() < 0.15
+    has_executor = random.random() < 0.6
     return Shape(
         targets=random.randint(1, 3),
         initiators=initiators,
@@ -182,12 +184,12 @@ def _draw_shape(sim: Simulation) -> Shape:
         misfortune_s=4e-3 if is_restless else random.choice((10e-3, 40e-3, 200e-3)),
         is_restless=is_restless,
         tidiness=random.choice((0.0, 0.4, 0.8)),
-        has_executor=random.random() < 0.5,
+        has_executor=has_executor,
         has_pages=random.random() < 0.25,
         is_one_domain=random.random() < 0.5,
         direct=DirectPolicy(
             load_domains=frozenset({""}),
-            alloc_domains=frozenset({""}),
+            alloc_domains=frozenset() if has_executor and random.random() < 0.8 else frozenset({""}),  # nothing runs natively there
             ticket_timeout_s=random.choice((10e-3, 0.1, 1.0)),
             masked=random.random() < 0.7,
         )
