@@ -1,4 +1,4 @@
-"""A fabric around another one that delays, swallows or kills by seeded rules: for tests, and for users who want to see what happens then.
+"""A fabric around another one that spoils things by seeded rules: for tests, and for users who want to see what happens then.
 
     fabric = FaultyFabric(SoftRnic(), [Fault(FaultKind.KILL, probability=0.001)], seed=7)
 
@@ -7,12 +7,15 @@ Whatever it does, a peer or a network could do: the rules of `fabric.api` hold f
 2. SWALLOW: from here on nothing that is posted on the queue pair is sent, as if the network ate it. The pair looks alive, and ends only
    when it is closed; then the swallowed requests complete as FLUSHED.
 3. KILL: a part of the posted batch is sent, and the connection breaks.
+4. TRUNCATE: one Send or Write of the batch leaves without its end, as from a peer that lies about a length.
+5. CORRUPT: one octet of one Send or Write of the batch is another one on the way, unnoticed by the checksums of the transport.
 
-Chance is drawn from one `random.Random(seed)`: at each post for SWALLOW and KILL, at each poll for DELAY.
+Chance is drawn from one `random.Random(seed)`: at each poll for DELAY, at each post for the others.
 """
 
 from __future__ import annotations
 
+import ctypes
 import random
 import threading
 import time
@@ -26,6 +29,7 @@ from numpy.typing import NDArray
 
 from kbtp_core.fabric.api import (
     COMPLETION,
+    Access,
     Array,
     CompletionQueue,
     CompletionStatus,
@@ -49,6 +53,8 @@ class FaultKind(Enum):
     DELAY = "delay"
     SWALLOW = "swallow"
     KILL = "kill"
+    TRUNCATE = "truncate"
+    CORRUPT = "corrupt"
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,7 @@ class Fault:
     probability: float = 1.0
     after: int = 0
     ops: frozenset[Op] | None = None
-    """SWALLOW and KILL: only batches that hold one of these."""
+    """Only batches that hold one of these; TRUNCATE and CORRUPT spoil only such a request. DELAY asks for no batch."""
     delay_s: tuple[float, float] = (0.0, 0.01)
 
 
@@ -93,8 +99,44 @@ class _Chance:
         with self._lock:
             return self._random.randint(0, count)
 
+    def one_of(self, count: int) -> int:
+        with self._lock:
+            return self._random.randrange(count)
 
-_POSTING = frozenset((FaultKind.SWALLOW, FaultKind.KILL))
+
+class FaultyDomain:
+    """See `fabric.api.ProtectionDomain`. It knows where the octets of its regions are, so that a copy of them can be spoiled."""
+
+    def __init__(self, inner: ProtectionDomain) -> None:
+        self.inner = inner
+        self._pages: dict[int, tuple[NDArray[np.uint64], int]] = {}  # by STag: addresses, octets of each
+
+    def register(self, memory: Any, access: Access) -> Region:
+        region = self.inner.register(memory, access)
+        octets = np.frombuffer(memory, np.uint8)
+        self._pages[region.stag] = np.array([octets.ctypes.data], np.uint64), octets.size
+        return region
+
+    def register_pages(self, addresses: NDArray[np.uint64], page_bytes: int, access: Access, owner: object) -> Region:
+        region = self.inner.register_pages(addresses, page_bytes, access, owner)
+        self._pages[region.stag] = addresses.reshape(-1), page_bytes
+        return region
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def copy_of(self, stag: int, offset: int, length: int) -> NDArray[np.uint8]:
+        """Those octets as they are now; zeros for a region that this domain does not know."""
+        out = np.zeros(length, np.uint8)
+        addresses, page_bytes = self._pages.get(stag, (np.empty(0, np.uint64), 1))
+        for at in range(length if len(addresses) else 0):
+            page, within = divmod(offset + at, page_bytes)
+            out[at] = ctypes.c_uint8.from_address(int(addresses[page]) + within).value
+        return out
+
+
+_POSTING = frozenset((FaultKind.SWALLOW, FaultKind.KILL, FaultKind.TRUNCATE, FaultKind.CORRUPT))
+_SPOILT = frozenset(map(int, (Op.SEND, Op.SEND_INVALIDATE, Op.SEND_SE, Op.SEND_SE_INVALIDATE, Op.WRITE)))
 _POLLING = frozenset((FaultKind.DELAY,))
 
 
@@ -156,8 +198,10 @@ class FaultyCq:
 class FaultyQp:
     """See `fabric.api.QueuePair`."""
 
-    def __init__(self, inner: QueuePair, cq: FaultyCq, limits: QueueLimits, chance: _Chance) -> None:
+    def __init__(self, inner: QueuePair, domain: FaultyDomain, cq: FaultyCq, limits: QueueLimits, chance: _Chance) -> None:
         self.inner = inner
+        self._domain = domain
+        self._scratch: list[tuple[Region, NDArray[np.uint8]]] = []  # spoilt copies, which the pair may still be sending
         self._chance = chance
         self._send_depth = limits.send_depth
         self._swallowed: list[Array] | None = None
@@ -178,8 +222,8 @@ class FaultyQp:
     def post_send(self, requests: Array) -> None:
         if self._swallowed is None:
             fault = self._chance.strikes(_POSTING, frozenset(requests["op"].tolist()))
-            if fault is None:
-                self.inner.post_send(requests)
+            if fault is None or fault.kind in (FaultKind.TRUNCATE, FaultKind.CORRUPT):
+                self.inner.post_send(requests if fault is None else self._spoil(requests, fault))
                 return
             if fault.kind is FaultKind.KILL:
                 part = self._chance.part_of(len(requests))
@@ -192,6 +236,25 @@ class FaultyQp:
         if sum(map(len, self._swallowed)) + len(requests) > self._send_depth:
             raise QueueFull(f"{len(requests)} more requests pass the send_depth of {self._send_depth}")
         self._swallowed.append(requests.copy())
+
+    def _spoil(self, requests: Array, fault: Fault) -> Array:
+        """The batch with one of its requests cut short, or with one octet of its data changed."""
+        ops = _SPOILT if fault.ops is None else _SPOILT & frozenset(map(int, fault.ops))
+        at = [i for i, row in enumerate(requests) if row["length"] and row["op"] in ops]
+        if not at:
+            return requests
+        spoilt: Array = requests.copy()
+        which = at[self._chance.one_of(len(at))]
+        length = int(spoilt["length"][which])
+        if fault.kind is FaultKind.TRUNCATE:
+            spoilt["length"][which] = self._chance.one_of(length)
+            return spoilt
+        octets = self._domain.copy_of(int(spoilt["local_stag"][which]), int(spoilt["local_offset"][which]), length)
+        octets[self._chance.one_of(length)] ^= 1 + self._chance.one_of(255)
+        region = self._domain.inner.register(octets, Access.NONE)
+        self._scratch.append((region, octets))
+        spoilt["local_stag"][which], spoilt["local_offset"][which] = region.stag, 0
+        return spoilt
 
     def take_swallowed(self) -> Array:
         """The completions of what was swallowed."""
@@ -226,6 +289,13 @@ class FaultyQp:
         return self.inner.stats()
 
 
+def own_pd(pd: ProtectionDomain) -> FaultyDomain:
+    """The domain of a fabric with faults. Raises FabricError for any other."""
+    if not isinstance(pd, FaultyDomain):
+        raise FabricError("a queue pair with faults needs a protection domain of the same fabric")
+    return pd
+
+
 class FaultyRequest:
     """See `fabric.api.ConnectionRequest`."""
 
@@ -242,8 +312,8 @@ class FaultyRequest:
         return self.inner.private_data
 
     def create_qp(self, pd: ProtectionDomain, cq: CompletionQueue, limits: QueueLimits = QueueLimits()) -> FaultyQp:
-        faulty = self._fabric.own_cq(cq)
-        return FaultyQp(self.inner.create_qp(pd, faulty.inner, limits), faulty, limits, self._fabric.chance)
+        domain, faulty = own_pd(pd), self._fabric.own_cq(cq)
+        return FaultyQp(self.inner.create_qp(domain.inner, faulty.inner, limits), domain, faulty, limits, self._fabric.chance)
 
     def reject(self, private_data: bytes = b"") -> None:
         self.inner.reject(private_data)
@@ -268,7 +338,7 @@ class FaultyListener:
 
 
 class FaultyFabric:
-    """`inner`, with faults. `clock` is what delays are measured by; domains, regions and executors are those of `inner`."""
+    """`inner`, with faults. `clock` is what delays are measured by; regions and executors are those of `inner`."""
 
     def __init__(self, inner: Fabric, faults: Sequence[Fault], seed: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.inner = inner
@@ -284,14 +354,14 @@ class FaultyFabric:
         return cq
 
     def alloc_pd(self) -> ProtectionDomain:
-        return self.inner.alloc_pd()
+        return FaultyDomain(self.inner.alloc_pd())
 
     def create_cq(self) -> FaultyCq:
         return FaultyCq(self.inner.create_cq(), self.chance)
 
     def create_qp(self, pd: ProtectionDomain, cq: CompletionQueue, limits: QueueLimits = QueueLimits()) -> FaultyQp:
-        faulty = self.own_cq(cq)
-        return FaultyQp(self.inner.create_qp(pd, faulty.inner, limits), faulty, limits, self.chance)
+        domain, faulty = own_pd(pd), self.own_cq(cq)
+        return FaultyQp(self.inner.create_qp(domain.inner, faulty.inner, limits), domain, faulty, limits, self.chance)
 
     def listen(self, host: str, port: int, cq: CompletionQueue, *, startup_timeout_s: float = 5.0, backlog: int = 128) -> FaultyListener:
         inner = self.inner.listen(host, port, self.own_cq(cq).inner, startup_timeout_s=startup_timeout_s, backlog=backlog)

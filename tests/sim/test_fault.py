@@ -90,6 +90,41 @@ def test_a_kill_sends_a_part_of_the_batch_and_every_request_completes_once() -> 
     assert arrived == {0}
 
 
+def test_a_message_that_is_cut_short_arrives_without_its_end() -> None:
+    lengths = set()
+    for seed in range(30):
+        pair = pair_with(Fault(FaultKind.TRUNCATE, ops=frozenset({Op.SEND})), seed=seed)
+        _, local = pair.left.memory(b"abcd")
+        inbox, receive = pair.right.memory(8)
+        pair.right.receive_into(receive, 8)
+        pair.left.post(request(Op.SEND, local, 4))
+        pair.run()
+        (done,) = [done for done in pair.right.done() if done.op == Op.RECEIVE]
+        assert inbox[: done.length].tobytes() == b"abcd"[: done.length]
+        lengths.add(done.length)
+    assert lengths == {0, 1, 2, 3}
+
+
+def test_corruption_changes_one_octet_of_what_arrives_and_nothing_at_home() -> None:
+    for seed in range(10):
+        pair = pair_with(Fault(FaultKind.CORRUPT, ops=frozenset({Op.WRITE})), seed=seed)
+        memory, target = pair.right.memory(8, ALL_REMOTE)
+        source, local = pair.left.memory(b"abcdefgh")
+        pair.left.post(request(Op.WRITE, local, 8, to=(target.stag, 0)))
+        pair.run()
+        assert sum(a != b for a, b in zip(memory.tobytes(), b"abcdefgh", strict=True)) == 1
+        assert source.tobytes() == b"abcdefgh"
+
+
+def test_what_a_rule_does_not_name_is_left_alone() -> None:
+    pair = pair_with(Fault(FaultKind.CORRUPT, ops=frozenset({Op.SEND})), Fault(FaultKind.TRUNCATE, ops=frozenset({Op.SEND})))
+    memory, target = pair.right.memory(4, ALL_REMOTE)
+    _, local = pair.left.memory(b"abcd")
+    pair.left.post(request(Op.WRITE, local, 4, to=(target.stag, 0)), request(Op.READ, local, 2, to=(target.stag, 0)))
+    pair.run()
+    assert memory.tobytes() == b"abcd"
+
+
 def test_the_same_seed_strikes_at_the_same_place() -> None:
     def strike(seed: int) -> int:
         pair = pair_with(Fault(FaultKind.KILL, probability=0.1), seed=seed)
