@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from kbtp_core.protocol.constants import NO_STATUS, Capability, Status
-from kbtp_core.protocol.direct import DirectAllocator, DirectKind, DirectStore
+from kbtp_core.protocol.direct import DirectAllocator, DirectKind, DirectLoad, DirectStore
 from kbtp_core.protocol.hello import DirectAccess, HelloAck
 from tests.protocol.test_draft_6_6 import direct_link, direct_world
 from tests.protocol.test_pair_requests import put, ready
-from tests.protocol.world import HEAD, PARTITION, SLOTS
+from tests.protocol.world import HEAD, PARTITION, POOL, SLOTS, TABLE
 
 ACK = HelloAck(
     0,
@@ -22,7 +22,7 @@ ACK = HelloAck(
         ticket_timeout_ms=1000,
         partition_stag=PARTITION,
         ring_stag=SLOTS,
-        ring_offset=0x1000,
+        ring_offset=(1 << 63) + 0x1000,
         ring_log2_slots=2,
         head_stag=HEAD,
         head_offset=8,
@@ -57,6 +57,71 @@ def test_a_block_longer_than_its_place_is_not_read() -> None:
     assert reader.load_direct([100], [0], length=4).status.tolist() == [Status.OK]
 
 
+def entry(length: int, offset: int, generation: int = 2) -> bytes:
+    """A valid, sealed entry."""
+    return bytes.fromhex(f"0003{generation:04x}{length:08x}{offset:016x}")
+
+
+@pytest.mark.parametrize(
+    ("length", "offset", "at"),
+    [
+        (1, 0x1000, 0),
+        (64, 0x1000, 0),
+        (64, 0x11C0, 448),  # the last block
+        (1, 0x11FF, 511),
+        (0, 0x1000, None),
+        (65, 0x1000, None),
+        (1, 0x1200, None),
+        (2, 0x11FF, None),
+        (1, 0xFFF, None),
+        (1, (1 << 64) - 1, None),
+    ],
+)
+def test_no_octet_outside_the_pool_is_read(length: int, offset: int, at: int | None) -> None:
+    direct = DirectAccess(table_stag=1, table_offset=0x500, pool_stag=2, pool_offset=(1 << 64) - 0x1000)  # Block Offsets start at 0x1000
+    ack = HelloAck(0, block_bytes=64, block_count=8, table_base=100, table_count=16, direct=direct)
+    handles, generations = np.array([101, 102], np.uint64), np.array([2, 0], np.uint16)
+    machine = DirectLoad(ack, handles, generations, np.array([256, 512], np.uint64), np.array([99, 99], np.uint32))
+    assert machine.start(0.0)["offset"].tolist() == [0x510, 0x520]
+    for place in range(2):
+        machine.scratch[16 * place : 16 * place + 16] = np.frombuffer(entry(length, offset), np.uint8)
+    operations = machine.advance(NOTHING, 0.0)
+    if at is not None:
+        assert operations["offset"].tolist() == [at, at]
+        assert (operations["length"].tolist(), operations["local_offset"].tolist()) == ([length] * 2, [256, 512])
+        operations = machine.advance(NOTHING, 0.0)
+    assert operations["local_offset"].tolist() == [32, 48]  # the second look
+    machine.scratch[32:] = machine.scratch[:32]
+    assert machine.advance(NOTHING, 0.0).size == 0
+    assert machine.status.tolist() == [Status.DATA_CORRUPT if at is None else Status.OK] * 2
+
+
+def test_a_block_is_good_only_if_its_own_two_looks_agree() -> None:
+    world = direct_world()
+    put(ready(world, quota=1), 100, b"data")
+    reader = direct_link(world, quota=1)
+    carry_out, rounds = reader.carry_out, []
+
+    def disturbed(operations: np.ndarray) -> np.ndarray:
+        values = carry_out(operations)
+        rounds.append(int(operations["stag"][0]))
+        if len(rounds) in (1, 5):
+            first = 0 if len(rounds) == 1 else 16
+            reader.machine.scratch[first + 8 : first + 16] = np.frombuffer((0x40).to_bytes(8, "big"), np.uint8)  # torn
+        return values
+
+    reader.carry_out = disturbed  # type: ignore[method-assign]
+    assert reader.load_direct([100], [0]).status.tolist() == [Status.OK]
+    assert rounds == [TABLE, POOL] * 4 + [TABLE]
+    assert reader.memory[:4].tobytes() == b"data"
+
+
+def test_results_are_arrays_of_the_widths_of_the_wire() -> None:
+    machine = store_of(DirectAllocator(ACK), 1)
+    results = (machine.status, machine.generation, machine.data_length, machine.block_offset)
+    assert [result.dtype for result in results] == [np.uint16, np.uint16, np.uint32, np.uint64]
+
+
 def test_a_block_in_question_has_no_status_yet() -> None:
     world = direct_world()
     put(ready(world, quota=1), 100, b"data")
@@ -86,7 +151,7 @@ def test_tickets_are_taken_for_what_the_quota_leaves() -> None:
     assert machine.status.tolist() == [NO_STATUS, Status.LENGTH, Status.LENGTH, NO_STATUS, NO_STATUS, Status.NO_SPACE]
     assert allocator.held_count == 3
     slots = machine.advance(np.array([0x1_00000010, 0x2_00000020, 0x4_00000000], np.uint64), 5.5)
-    assert slots["offset"].tolist() == [0x1010, 0x1020, 0x1000]
+    assert slots["offset"].tolist() == [(1 << 63) + 0x1010, (1 << 63) + 0x1020, (1 << 63) + 0x1000]
     assert slots["local_offset"].tolist() == [0, 48, 64]
     assert machine.tickets.tolist() == [1, 0, 0, 2, 4, 0]
     assert machine.bindable.tolist() == []
@@ -103,6 +168,33 @@ def test_tickets_of_a_store_that_was_given_up_are_used_by_the_next() -> None:
     assert second.start(5.5)["kind"].tolist() == [DirectKind.FETCH_ADD]
     assert second.tickets.tolist() == [1, 2, 0]
     assert (allocator.spare, allocator.held_count) == ([], 3)
+    slots = second.advance(np.array([0x3_00000030], np.uint64), 5.5)
+    assert (slots["index"].tolist(), second.tickets.tolist()) == ([0, 1, 2], [1, 2, 3])
+
+
+def test_tickets_that_another_store_holds_count_against_the_quota() -> None:
+    allocator = DirectAllocator(ACK)
+    store_of(allocator, 1, 1, 1).start(0.0)
+    second = store_of(allocator, 1, 1)
+    assert second.start(0.0)["index"].tolist() == [0]
+    assert second.status.tolist() == [NO_STATUS, Status.NO_SPACE]
+    assert allocator.held_count == 4
+
+
+@pytest.mark.parametrize(
+    "slot",
+    ["00000001 00000000 ffffffffffffffff", "00000005 00000000 0000000000000040", "00000000 00000000 ffffffffffffffff"],
+    ids=["consumed", "of another ticket", "of another ticket and consumed"],
+)
+def test_a_slot_that_was_not_written_for_the_ticket_is_read_again(slot: str) -> None:
+    machine = store_of(DirectAllocator(ACK), 1)
+    machine.start(0.0)
+    operations = machine.advance(np.array([0x1_00000010], np.uint64), 0.0)
+    for _ in range(3):
+        assert (operations["kind"].tolist(), operations["offset"].tolist()) == ([DirectKind.READ], [(1 << 63) + 0x1010])
+        machine.scratch[:16] = np.frombuffer(bytes.fromhex(slot), np.uint8)
+        operations = machine.advance(NOTHING, 0.0)
+    assert machine.bindable.tolist() == []
 
 
 def test_a_ticket_whose_fetch_add_was_not_answered_is_lost_and_ends_the_mode() -> None:

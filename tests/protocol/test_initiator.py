@@ -10,7 +10,7 @@ import pytest
 
 from kbtp_core.errors import SessionClosed, SessionRefused
 from kbtp_core.protocol.constants import NO_STATUS, Capability, Flag, Opcode, Status
-from kbtp_core.protocol.hello import DirectAccess, HelloAck
+from kbtp_core.protocol.hello import DirectAccess, Hello, HelloAck
 from kbtp_core.protocol.initiator import Batch, HelloParameters, Initiator, InitiatorState
 from kbtp_core.protocol.wire import Completion, Free, Goodbye, Header, parse
 from tests.protocol.test_pair_requests import ready
@@ -45,6 +45,16 @@ def request_id(sequence: int, index: int) -> int:
 
 
 # What is sent --------------------------------------------------------------------------------------------------------
+
+
+def test_a_hello_says_all_that_is_wished_for() -> None:
+    wishes = HelloParameters(0x21, 4096, 10, 20, 30, 40, "client", "team")
+    initiator = Initiator(wishes, peer=PEER, incarnation=7, draw=draw)
+    assert parse(initiator.hello()) == Hello(0, 7, 0x21, 4096, 10, 20, 30, 40, draw(16), "client", "team")
+    with pytest.raises(SessionClosed, match=rf"^the session with {PEER} is greeting, not start$"):
+        initiator.hello()
+    with pytest.raises(ValueError, match=r"^a name of 256 octets is longer than 255"):
+        Initiator(HelloParameters(client_name="a" * 256), peer=PEER, incarnation=7)
 
 
 def test_inline_data_of_different_lengths_is_sent_as_long_as_it_is() -> None:
@@ -325,6 +335,10 @@ def test_all_that_was_asked_for_may_be_granted() -> None:
     asks_nothing.hello()
     asks_nothing.receive(ack(outstanding=1, inline_bytes=0))
     assert asks_nothing.state is InitiatorState.READY
+    asks_nothing = Initiator(HelloParameters(outstanding=0), peer=PEER, incarnation=7, draw=draw)
+    asks_nothing.hello()
+    asks_nothing.receive(ack(outstanding=2, inline_bytes=0))
+    assert "2 outstanding requests of 0" in str(asks_nothing.error)
 
 
 # Ends ----------------------------------------------------------------------------------------------------------------

@@ -52,6 +52,43 @@ def test_a_tickets_time_is_over_at_its_deadline_and_not_before() -> None:
     partition.check_integrity()
 
 
+def test_tickets_over_the_quota_are_told_from_a_head_that_no_fetch_add_leaves() -> None:
+    for tickets, fault in [
+        (2, None),
+        (3, "it took 1 tickets more than its quota of 2 allows"),
+        (4, "it took 2 tickets more than its quota of 2 allows"),
+        (5, "its Head 0x0000000500000010 was not advanced by the FetchAdd of section 3.3"),
+    ]:
+        partition = partition_of(0, 64)
+        for _ in range(tickets):
+            partition.ring.take_ticket()
+        assert partition.observe(0.0) == ([] if tickets == 5 else [0, 64])
+        assert partition.fault == fault
+        if fault is not None:
+            partition.ring.take_ticket()
+            assert (partition.observe(0.0), partition.fault) == ([], fault)  # the first fault stays
+
+
+def test_tickets_over_the_quota_are_seen_whenever_they_are_taken() -> None:
+    partition = partition_of(0, 64)
+    partition.ring.take_ticket()
+    assert partition.observe(0.0) == [0]
+    partition.ring.take_ticket()
+    partition.ring.take_ticket()
+    assert partition.observe(0.0) == [64]
+    assert partition.fault == "it took 1 tickets more than its quota of 2 allows"
+
+
+def test_a_ticket_over_the_quota_gets_no_space_and_one_that_was_never_taken_is_invalid() -> None:
+    partition = partition_of(0)
+    for _ in range(3):
+        partition.ring.take_ticket()
+    assert partition.check(0, 0) == Status.TICKET_INVALID  # nobody has looked at Head yet
+    partition.observe(0.0)
+    answers = [partition.check(sequence, 0) for sequence in (0, 1, 2, 3, 0xFFFF_FFFF)]
+    assert answers == [Status.OK, Status.NO_SPACE, Status.NO_SPACE, Status.TICKET_INVALID, Status.TICKET_INVALID]
+
+
 def test_nothing_is_reclaimed_from_a_partition_that_is_not_revoked() -> None:
     for state in (PartitionState.OPEN, PartitionState.REVOKING):
         partition = partition_of(0)
@@ -65,13 +102,14 @@ def test_blocks_that_the_target_takes_from_a_revoked_partition_are_no_tickets_of
     link = direct_link(quota=2)
     link.fetch_add_head()
     abandon(link)
-    stored = link.initiator.alloc_store_inline([100, 101], 0, [b"a", b"b"])
-    link.run(stored)
-    assert stored.status.tolist() == [Status.OK, Status.OK]
-    link.world.tick()
     partition = link.session.partition
     assert partition is not None
-    assert (partition.fault, partition.taken_offsets, link.closed_because) == (None, [], None)
+    for handle in (100, 101):
+        stored = link.initiator.alloc_store_inline([handle], 0, [b"a"])
+        link.run(stored)
+        assert stored.status.tolist() == [Status.OK]
+        link.world.tick()
+        assert (partition.fault, partition.taken_offsets, link.closed_because) == (None, [], None)
     link.world.target.check_integrity()
     late = link.initiator.bind([102], 0, 2, 1, 0)
     link.run(late)

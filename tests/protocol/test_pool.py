@@ -121,6 +121,16 @@ def test_a_partition_is_carved_out_of_what_nobody_was_promised() -> None:
     pool.check_integrity()
 
 
+def test_an_executor_finds_states_and_usage_where_they_are() -> None:
+    pool = pool_of(3)
+    pool.grant(1, 2)
+    pool.take(1)
+    cell, states = pool.usage_cell(1), pool.states
+    assert (cell.dtype, cell.tolist(), states.dtype, states.tolist()) == (np.uint64, [1], np.uint8, [BlockState.TAKEN, 0, 0])
+    cell[0], states[0] = 2, BlockState.BOUND
+    assert (pool.usage(1), pool.count(BlockState.BOUND)) == (2, 1)
+
+
 def test_an_owner_of_blocks_keeps_its_promise() -> None:
     pool = pool_of(4)
     pool.grant(1, 3)

@@ -132,6 +132,39 @@ def test_frees_that_wait_for_different_slots_are_counted_together() -> None:
         ring.check_integrity()
 
 
+def test_no_ticket_is_taken_for_a_block_that_waits_in_line_for_its_slot() -> None:
+    ring = FreeRing([10, 20])
+    slow = ring.take_ticket()
+    assert ring.allocate() == 20
+    ring.give_back(20)  # ticket 2, whose slot the slow allocation has not read
+    assert (ring.free_count, ring.allocate(), ring.free_count) == (1, None, 1)
+    ring.consume(slow)
+    assert ring.allocate() == 20
+
+
+class OneBlock:
+    """An executor that moves a ring of one block."""
+
+    def __init__(self, block_offset: int) -> None:
+        self.given = [block_offset]
+
+    def allocate(self) -> int | None:
+        return self.given.pop() if self.given else None
+
+    def give_back(self, block_offset: int) -> None:
+        self.given.append(block_offset)
+
+
+def test_a_ring_that_an_executor_shares_is_moved_by_the_executor_alone() -> None:
+    ring = FreeRing([10, 20])
+    ring.driver = executor = OneBlock(20)
+    counters = ring.counters.tolist()
+    assert (ring.allocate(), ring.allocate()) == (20, None)
+    assert ring.give_back(10)
+    assert (executor.given, ring.counters.tolist()) == ([10], counters)
+    assert (ring.is_masked, FreeRing([10], masked=False).is_masked) == (True, False)
+
+
 def test_a_slot_is_not_consumed_for_a_ticket_that_it_was_not_written_for() -> None:
     ring = FreeRing([10, 20])
     with pytest.raises(ValueError, match=r"^slot 1 does not hold a block for ticket 3$"):

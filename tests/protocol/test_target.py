@@ -8,17 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kbtp_core.protocol.constants import Flag, Status
-from kbtp_core.protocol.effects import Close, LoadMany, Send, SendMany
+from kbtp_core.protocol.constants import EntryFlag, Flag, Status
+from kbtp_core.protocol.effects import Close, LoadMany, Send, SendMany, Write
 from kbtp_core.protocol.pool import BlockState, LentPool
+from kbtp_core.protocol.ring import FreeRing
 from kbtp_core.protocol.table import BlockTable
 from kbtp_core.protocol.target import EntryState, Target
 from kbtp_core.protocol.target_session import TargetState
-from kbtp_core.protocol.wire import AllocStore, Bind, DataDescriptor, Free, Load, parse
+from kbtp_core.protocol.wire import AllocStore, Bind, Completion, DataDescriptor, Free, Load, parse
 from tests.protocol.test_draft_6_6 import direct_link, direct_world
 from tests.protocol.test_many_loads import rows
 from tests.protocol.test_pair_requests import put, ready
-from tests.protocol.world import STAG, World, lent_world, ring_world
+from tests.protocol.world import STAG, Link, World, lent_world, ring_world
 
 DATA = DataDescriptor(STAG, 0, 64)
 
@@ -222,6 +223,92 @@ def test_is_reading_tells_which_blocks_an_rdma_write_still_reads() -> None:
     assert not session.is_reading(np.array([0, 1, 2]))
 
 
+# Beside an executor --------------------------------------------------------------------------------------------------
+
+
+class Beside:
+    """An executor that shares the pool: it allocates by the ring's own rules, counts readers, and does what `meanwhile` says."""
+
+    def __init__(self, world: World) -> None:
+        self.ring = FreeRing([64 * i for i in range(4)])
+        self.readers = [0] * 16
+        self.meanwhile: Callable[[], None] = lambda: None
+        world.target.share(self)
+
+    def allocate(self) -> int | None:
+        return self.ring.allocate()
+
+    def give_back(self, block_offset: int) -> None:
+        self.ring.give_back(block_offset)
+
+    def hold(self, entries: np.ndarray) -> None:
+        assert entries.dtype == np.uint64
+        for entry in entries.tolist():
+            self.readers[entry] += 1
+        self.meanwhile()
+
+    def let_go(self, entries: np.ndarray) -> None:
+        assert entries.dtype == np.uint64
+        for entry in entries.tolist():
+            self.readers[entry] -= 1
+
+
+def shared() -> tuple[World, Link, Beside]:
+    world = ring_world()
+    executor = Beside(world)
+    link = ready(world)
+    put(link, 100, b"sealed")
+    put(link, 101, b"other")
+    world.hold_operations = True
+    return world, link, executor
+
+
+def test_an_executor_counts_the_readers_of_the_target_and_allocates_for_it() -> None:
+    world, link, executor = shared()
+    assert (executor.ring.free_count, int(world.target.pool.ring.counters[0])) == (2, 0)  # type: ignore[union-attr]
+    link.run(link.initiator.load([100], 0, STAG, 0, 64))
+    (many,) = link.session.receive_loads(rows([Load(70, 100, 0, DATA), Load(71, 101, 0, DATA), Load(72, 103, 0, DATA)]), 0.0)
+    assert isinstance(many, LoadMany)
+    assert (executor.readers[:4], world.target.reading[:4].tolist()) == ([2, 1, 0, 0], [2, 1, 0, 0])
+    link.session.write_done(many.token, True, 0.0)
+    link.finish_operations()
+    assert (sum(executor.readers), world.target.reading.any()) == (0, False)
+
+
+@pytest.mark.parametrize("is_run", [False, True], ids=["one load", "a run"])
+@pytest.mark.parametrize(
+    ("change", "status"),
+    [
+        (lambda table: table.clear_one(1), Status.NOT_BOUND),
+        (lambda table: (table.clear_one(1), table.bind_one(1, 64, 5, True)), Status.STALE_GENERATION),
+        (lambda table: table.entries["flags"].__setitem__(1, EntryFlag.VALID), Status.NOT_SEALED),
+    ],
+    ids=["freed", "bound anew", "flags alone"],
+)
+def test_a_block_that_an_executor_frees_just_before_it_is_read_is_judged_again(
+    is_run: bool, change: Callable[[BlockTable], object], status: Status
+) -> None:
+    world, link, executor = shared()
+
+    def once() -> None:
+        executor.meanwhile = lambda: None
+        change(world.target.table)
+
+    executor.meanwhile = once
+    load = Load(70, 101, 2, DATA)
+    if is_run:
+        effects = link.session.receive_loads(rows([Load(69, 100, 0, DATA), load]), 0.0)
+        assert [type(effect) for effect in effects] == [Write, Send, Send]
+    else:
+        effects = link.session.receive(load.encode(), 0.0)
+    assert isinstance(effects[-1], Send)
+    answer = parse(effects[-1].data)
+    assert isinstance(answer, Completion)
+    assert (answer.request_id, answer.handle, answer.status) == (70, 101, status)
+    assert (executor.readers[1], world.target.reading[1]) == (0, 0)
+    assert (executor.readers[0], world.target.reading[0]) == (int(is_run), int(is_run))
+
+
 # The time of tickets -------------------------------------------------------------------------------------------------
 
 
@@ -417,7 +504,8 @@ def test_a_target_has_the_keys_domains_and_handles_that_it_was_given() -> None:
 
 def test_what_native_code_reads_of_a_target_has_the_width_that_it_expects() -> None:
     target = ring_world().target
-    assert (target.entry_state.dtype, target.reading.dtype, target.entry_state.size) == (np.uint8, np.int32, 16)
+    assert (target.entry_state.dtype, target.reading.dtype, target.owners.dtype) == (np.uint8, np.int32, np.uint64)
+    assert {array.shape for array in (target.entry_state, target.reading, target.owners)} == {(16,)}
 
 
 def test_an_entry_makes_no_move_that_it_may_not_make() -> None:

@@ -247,7 +247,9 @@ def test_a_record_flag_and_a_descriptor_go_together() -> None:
 
 
 def test_a_name_or_a_proof_that_does_not_fit_is_not_sent() -> None:
-    assert len(Hello(1, 1, client_name="é" * 127 + "x").encode()) == 78 + 255
+    longest = Hello(1, 1, client_name="é" * 127 + "x")
+    assert len(longest.encode()) == 78 + 255
+    assert parse(longest.encode()) == longest
     with pytest.raises(ValueError, match=r"^a name of 256 octets is longer than 255: b'a{40}'\.\.\.$"):
         Hello(1, 1, client_name="a" * 256).encode()
     with pytest.raises(ValueError, match=r"^a proof has 0 or 32 octets, not 31$"):
