@@ -11,7 +11,7 @@ from pathlib import Path
 import nox
 
 nox.options.reuse_venv = "yes"
-nox.options.sessions = ["core", "vllm"]
+nox.options.sessions = ["core", "fuzz", "vllm"]
 nox.options.stop_on_first_error = False
 
 # 300 s a test: a wait without an end shows where it waits instead of holding up the run.
@@ -36,12 +36,18 @@ def vllm(session: nox.Session) -> None:
     session.run(*PYTEST, "tests/engines/vllm", *session.posargs)
 
 
+@nox.session(venv_backend="venv")
+def fuzz(session: nox.Session) -> None:
+    """Random and nearly right streams against the native code, under sanitizers; `-- SECONDS` for longer runs."""
+    session.run("python", "scripts/fuzz.py", *[argument for argument in session.posargs if argument.isdigit()])
+
+
 @nox.session(venv_backend="venv", default=False)
 def tidy(session: nox.Session) -> None:
     """clang-tidy over the native code (slow, so not part of `make test`)."""
     session.run("python", "scripts/setup_dev.py", silent=False)
     databases = sorted(Path("build").glob("*/compile_commands.json"), key=lambda path: path.stat().st_mtime)
-    session.run("clang-tidy", "-quiet", "-p", str(databases[-1].parent), *native_files(suffixes={".cpp"}))
+    session.run("clang-tidy", "-quiet", "-p", str(databases[-1].parent), *[path for path in native_files() if path.endswith(".cpp") and not path.startswith("tests")])
 
 
 @nox.session(venv_backend="venv", default=False)
@@ -51,5 +57,6 @@ def docs(session: nox.Session) -> None:
     session.run("mkdocs", "build", "--strict")
 
 
-def native_files(suffixes: frozenset[str] | set[str] = frozenset({".cpp", ".hpp", ".h"})) -> list[str]:
-    return [str(path) for path in sorted(Path("kbtp_core/native").iterdir()) if path.suffix in suffixes]
+def native_files() -> list[str]:
+    folders = (Path("kbtp_core/native"), Path("tests/fuzz"))
+    return [str(path) for folder in folders for path in sorted(folder.iterdir()) if path.suffix in {".cpp", ".hpp"}]
