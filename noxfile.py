@@ -47,7 +47,13 @@ def tidy(session: nox.Session) -> None:
     """clang-tidy over the native code (slow, so not part of `make test`)."""
     session.run("python", "scripts/setup_dev.py", silent=False)
     databases = sorted(Path("build").glob("*/compile_commands.json"), key=lambda path: path.stat().st_mtime)
-    session.run("clang-tidy", "-quiet", "-p", str(databases[-1].parent), *[path for path in native_files() if path.endswith(".cpp") and not path.startswith("tests")])
+    session.run(
+        "clang-tidy",
+        "-quiet",
+        "-p",
+        str(databases[-1].parent),
+        *[path for path in native_files() if path.endswith(".cpp") and not path.startswith("tests")],
+    )
 
 
 @nox.session(venv_backend="venv", default=False)

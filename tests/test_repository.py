@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -66,3 +67,9 @@ def test_the_protocol_page_has_the_numbers_of_the_code() -> None:
     rows = {(int(number), name) for number, name in re.findall(r"\| (\d+) \| ([A-Z_]+) (?=\|)", page)}
     assert {(status.value, status.name) for status in Status} <= rows
     assert {(opcode.value, opcode.name) for opcode in Opcode} <= rows
+
+
+def test_the_conformance_page_is_what_the_tests_say() -> None:
+    script = ROOT / "scripts" / "conformance_table.py"
+    run = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr

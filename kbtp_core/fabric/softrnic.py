@@ -267,16 +267,25 @@ class SoftRnic:
     """A software RNIC device.
 
     `congestion` is the TCP congestion control for peers on this host (empty: the system's; one the kernel does not allow is
-    ignored). `mulpdu` is the largest ULPDU sent, in octets. `stags` and `first_atomic_id` fix what is otherwise drawn, for frames
-    that tests know by heart.
+    ignored). `mulpdu` is the largest ULPDU sent, in octets. With `peer_to_peer` a connection that it makes opens with an empty
+    frame of its own, so that the passive side may speak first (RFC 6581, section 9.2). `stags` and `first_atomic_id` fix what is
+    otherwise drawn, for frames that tests know by heart.
     """
 
     name = "softrnic"
 
-    def __init__(self, *, congestion: str = "cubic", mulpdu: int = 61440 + 18, first_atomic_id: int = 1, stags: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        *,
+        congestion: str = "cubic",
+        mulpdu: int = 61440 + 18,
+        peer_to_peer: bool = False,
+        first_atomic_id: int = 1,
+        stags: Sequence[int] = (),
+    ) -> None:
         if not 64 <= mulpdu <= 64768:
             raise FabricError(f"mulpdu is {mulpdu}: it must be between 64 and 64768 octets (RFC 5044, section 5.1)")
-        self._device = _native.open_device(mulpdu, congestion, first_atomic_id, list(stags))
+        self._device = _native.open_device(mulpdu, congestion, first_atomic_id, list(stags), peer_to_peer)
         self._close = weakref.finalize(self, self._device.close)
 
     def alloc_pd(self) -> ProtectionDomain:

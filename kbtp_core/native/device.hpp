@@ -21,6 +21,7 @@ struct DeviceOptions {
     std::string congestion;                      // TCP congestion control for peers on this host; empty: the system's
     u32 first_atomic_id = 1;
     std::deque<u32> fixed_stags;
+    bool peer_to_peer = false;  // connect so that either side may send first
 };
 
 class Listener;

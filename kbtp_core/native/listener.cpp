@@ -191,8 +191,7 @@ void PendingConnection::on_event(u32) {
         frame_.insert(frame_.end(), piece, piece + n);
     }
     auto request = wire::decode_startup(frame_);
-    // Markers are an option of the receiver that no stack in use asks for; this one does not make them.
-    if (!request || request->markers) return drop();
+    if (!request) return drop();
     request_ = std::move(*request);
     announced_ = true;
     device_->rearm(fd_, this, 0);
@@ -234,6 +233,7 @@ void PendingConnection::reject(std::vector<u8> private_data) {
         reply.is_reply = reply.rejected = true;
         reply.revision = self->request_.revision;
         reply.enhanced = self->request_.enhanced;
+        reply.peer_to_peer = reply.rtr_send = reply.rtr_write = reply.rtr_read = self->request_.peer_to_peer;
         reply.private_data = std::move(data);
         const auto frame = wire::encode_startup(reply);
         [[maybe_unused]] auto n = ::send(self->fd_, frame.data(), frame.size(), MSG_NOSIGNAL | MSG_DONTWAIT);

@@ -70,6 +70,8 @@ nb::dict stats_dict(const QueuePairStats& s) {
     d["executed_frees"] = s.executed_frees;
     d["ord_stalls"] = s.ord_stalls;
     d["socket_stalls"] = s.socket_stalls;
+    d["peer_ird"] = s.peer_ird;
+    d["peer_ord"] = s.peer_ord;
     return d;
 }
 
@@ -307,8 +309,9 @@ NB_MODULE(_native, m) {
     bind_device(m);
     m.def(
         "open_device",
-        [](u32 mulpdu, const std::string& congestion, u32 first_atomic_id, const std::vector<u32>& stags) {
-            auto device = std::make_shared<Device>(DeviceOptions{mulpdu, congestion, first_atomic_id, {stags.begin(), stags.end()}});
+        [](u32 mulpdu, const std::string& congestion, u32 first_atomic_id, const std::vector<u32>& stags, bool peer_to_peer) {
+            auto device =
+                std::make_shared<Device>(DeviceOptions{mulpdu, congestion, first_atomic_id, {stags.begin(), stags.end()}, peer_to_peer});
             device->start();
             return device;
         },

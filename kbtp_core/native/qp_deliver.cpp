@@ -80,7 +80,7 @@ std::optional<wire::TerminateCode> QueuePair::check_source(u32 stag, u64 offset,
     return {};
 }
 
-void QueuePair::on_read_request(const wire::Segment&, const u8* payload) {
+void QueuePair::on_read_request(const wire::Segment& s, const u8* payload) {
     const wire::ReadRequest r = wire::decode_read_request(payload);
     ++expected_request_msn_;
     Message m;
@@ -95,6 +95,8 @@ void QueuePair::on_read_request(const wire::Segment&, const u8* payload) {
     m.length = r.size;
     m.snapshot = true;  // its owner may write to it while it is sent
     m.owner = Owner::response;
+    wire::encode_segment(s, m.inline_data.data());  // should its source go away meanwhile
+    std::copy_n(payload, wire::kReadRequestHeader, m.inline_data.data() + wire::kUntaggedHeader);
     std::lock_guard lock(tx_mutex_);
     ++inbound_requests_;
     replies_.push_back(std::move(m));

@@ -303,7 +303,7 @@ std::optional<QueuePair::Placement> QueuePair::admit(const wire::Segment& s, u32
         }
     if (!wrong && (s.opcode == op::read_request || s.opcode == op::atomic_request)) {
         std::lock_guard lock(tx_mutex_);
-        if (inbound_requests_ >= limits_.ird) wrong = wire::error::untagged_no_buffer;
+        if (inbound_requests_ >= ird_) wrong = wire::error::untagged_no_buffer;
     }
     if (wrong) {
         fail(*wrong);
@@ -340,7 +340,9 @@ std::optional<wire::TerminateCode> QueuePair::admit_read_response(const wire::Se
 std::optional<wire::TerminateCode> QueuePair::admit_send(const wire::Segment& s, u32 n, Placement& at) {
     if (s.msn != expected_send_msn_) return wire::error::untagged_msn;
     if (inbound_) {
-        if (s.opcode != inbound_->opcode || s.stag != inbound_->stag) return wire::error::unexpected_opcode;
+        // Only Sends with Invalidate have an STag; in others the field is not looked at.
+        const bool invalidates = s.opcode == wire::opcode::send_invalidate || s.opcode == wire::opcode::send_se_invalidate;
+        if (s.opcode != inbound_->opcode || (invalidates && s.stag != inbound_->stag)) return wire::error::unexpected_opcode;
         if (s.offset != inbound_->received) return wire::error::untagged_offset;
     } else if (s.offset != 0) {
         return wire::error::untagged_offset;

@@ -22,6 +22,7 @@ constexpr std::size_t kFrameArena = wire::kLengthField + wire::kUntaggedHeader +
 // What the thread that posts sends itself before it leaves the rest to the progress thread.
 constexpr std::size_t kInlineBudget = 512 * 1024;
 constexpr std::size_t kEventBudget = 2 * 1024 * 1024;
+constexpr u32 kReadRequestUlpdu = wire::kUntaggedHeader + wire::kReadRequestHeader;
 
 bool is_request(Op op) { return op == Op::read || op == Op::fetch_add || op == Op::cmp_swap; }
 bool uses_local_memory(const WorkRequest& r) { return r.length > 0 && (r.op <= Op::read); }
@@ -150,6 +151,7 @@ void QueuePair::arm_write(bool wanted) {
 void QueuePair::build_burst() {
     burst_.pieces.clear();
     burst_.regions.clear();
+    burst_.marked.clear();
     burst_.next = burst_.arena_used = burst_.copy_used = burst_.payload_bytes = burst_.fpdus = 0;
     while (burst_.fpdus < kBurstFrames && burst_.payload_bytes < kBurstBytes && burst_.pieces.size() < kBurstPieces && !broken_) {
         if (!current_ && !take_next()) break;
@@ -169,7 +171,7 @@ bool QueuePair::take_next() {
         terminate_.reset();
         return true;
     }
-    if (state_.load() == State::terminating) return false;
+    if (halted_ || state_.load() == State::terminating) return false;
     for (int turn = 0; turn < 2; ++turn) {
         prefer_replies_ = !prefer_replies_;
         if (prefer_replies_ && !replies_.empty()) {
@@ -192,7 +194,7 @@ bool QueuePair::take_work_request() {
     if (e.bad_local) {
         e.status = Status::local_protection;
         e.state = EntryState::done;
-        fail_transmit(0);
+        halt();
         return false;
     }
     if ((r.flags & wr_flag::fence) && !outstanding_.empty()) return false;
@@ -313,6 +315,10 @@ bool QueuePair::append_segment(Message& m) {
     if (room >= 4096) room &= ~u32{4095};  // whole pages a frame
     const u32 n = std::min(room, m.length - m.sent);
     m.header.last = m.sent + n == m.length;
+    if (inserts_markers_) {
+        append_marked(m, n);
+        return true;
+    }
 
     u8* head = arena_.data() + burst_.arena_used;
     std::size_t used = wire::kLengthField + header;
@@ -352,16 +358,39 @@ void QueuePair::source_gone(Message& m) {
     if (m.owner == Owner::work_request) {
         entry(m.owner_id).status = Status::local_protection;
         entry(m.owner_id).state = EntryState::done;
-    }
-    if (m.owner == Owner::response) {
         current_.reset();
-        device_->submit([self = shared_from_this()] {
-            self->frame_ = nullptr;  // the request is long gone: nothing to quote
+        halt();
+    } else if (m.owner == Owner::response) {
+        // The Terminate quotes the Read Request as far as it was served (RFC 5040 section 4.8).
+        std::array<u8, wire::kLengthField + kReadRequestUlpdu> frame{};
+        std::copy_n(m.inline_data.begin(), kReadRequestUlpdu, frame.begin() + wire::kLengthField);
+        u8* header = frame.data() + wire::kLengthField + wire::kUntaggedHeader;
+        wire::ReadRequest request = wire::decode_read_request(header);
+        request.sink_offset += m.sent;
+        request.size -= m.sent;
+        request.source_offset += m.sent;
+        wire::encode(request, header);
+        current_.reset();
+        halted_ = true;
+        device_->submit([self = shared_from_this(), frame] {
+            self->frame_ = frame.data();
+            self->frame_ulpdu_ = kReadRequestUlpdu;
             self->fail(wire::error::rdmap_invalid_stag);
+            self->frame_ = nullptr;
         });
     } else {
         fail_transmit(0);
     }
+}
+
+// A request that its poster got wrong: a Terminate goes out instead of it (RFC 5040 section 7.1), and nothing after that.
+void QueuePair::halt() {
+    if (halted_) return;
+    halted_ = true;
+    device_->submit([self = shared_from_this()] {
+        self->frame_ = nullptr;
+        self->fail(wire::error::rdmap_catastrophic);
+    });
 }
 
 // Add `n` octets of the message's payload, whose region is pinned, to the burst and to the CRC.
@@ -450,6 +479,7 @@ void QueuePair::finish_burst() {
                 break;
             case Owner::executor_read:
             case Owner::load_request:
+            case Owner::ready:
                 break;
             case Owner::executor_reply:
                 --executor_replies_;

@@ -27,6 +27,7 @@ QueuePair::QueuePair(std::shared_ptr<Device> device, u32 number, u32 pd, std::sh
       cq_(std::move(cq)),
       limits_(limits),
       next_atomic_id_(device_->options().first_atomic_id),
+      ird_(limits.ird),
       ord_(limits.ord) {
     arena_.resize(kFrameArenaTotal);
 }
@@ -100,11 +101,13 @@ void QueuePair::accept(std::vector<u8> private_data) {
             reply.peer_to_peer = self->request_.peer_to_peer;
             // Every kind of ready-to-receive frame is understood.
             reply.rtr_send = reply.rtr_write = reply.rtr_read = reply.peer_to_peer;
-            reply.ird = self->request_.ord == wire::kNoNegotiation ? wire::kNoNegotiation : std::max<u16>(self->limits_.ird, 1);
+            self->ird_ = std::max<u16>(self->limits_.ird, 1);  // an empty Read may say that the peer is ready to receive
+            reply.ird = self->request_.ord == wire::kNoNegotiation ? wire::kNoNegotiation : self->ird_;
             reply.ord = self->request_.ird == wire::kNoNegotiation ? wire::kNoNegotiation : std::min(self->limits_.ord, self->request_.ird);
             if (self->request_.ird != wire::kNoNegotiation) self->ord_ = std::min(self->ord_, self->request_.ird);
         }
         self->peer_to_peer_ = reply.peer_to_peer;
+        self->inserts_markers_ = self->request_.markers;
         const std::vector<u8> frame = wire::encode_startup(reply);
         const ssize_t n = ::send(self->fd_, frame.data(), frame.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
         if (n != static_cast<ssize_t>(frame.size())) return self->end(wire::error::tcp_lost.packed(), 0, Status::connect_failed);
@@ -185,6 +188,8 @@ void QueuePair::adopt(int fd, std::string peer, wire::Startup request) {
     peer_ = std::move(peer);
     peer_private_data_ = request.private_data;
     request_ = std::move(request);
+    stats_.peer_ird = request_.ird;
+    stats_.peer_ord = request_.ord;
     is_passive_ = true;
     state_.store(State::requested);
 }
@@ -266,6 +271,7 @@ void QueuePair::on_tcp_connected() {
     wire::Startup request;
     request.ird = limits_.ird;
     request.ord = limits_.ord;
+    request.peer_to_peer = request.rtr_send = request.rtr_write = device_->options().peer_to_peer;
     request.private_data = startup_private_data_;
     const std::vector<u8> frame = wire::encode_startup(request);
     if (::send(fd_, frame.data(), frame.size(), MSG_NOSIGNAL | MSG_DONTWAIT) != static_cast<ssize_t>(frame.size()))
@@ -303,22 +309,45 @@ void QueuePair::apply_reply(const wire::Startup& reply) {
         std::lock_guard lock(info_mutex_);
         peer_private_data_ = reply.private_data;
     }
-    if (reply.rejected) return end(0, completion_flag::remote, Status::connect_failed);
-    // Markers were not offered by us and are not made by us; a peer that insists on them, or that does not answer the enhanced request in
-    // kind, can't be talked to.
-    if (reply.markers || !reply.enhanced) return end(wire::error::bad_startup.packed(), 0, Status::connect_failed);
-    if (reply.ord != wire::kNoNegotiation && reply.ord > limits_.ird) {  // RFC 6581 section 9.1: said with a Terminate
-        may_send_ = seen_frame_ = true;
-        terminate_status_ = Status::connect_failed;
-        return fail(wire::error::low_ird);
+    {
+        std::lock_guard lock(tx_mutex_);
+        stats_.peer_ird = reply.ird;
+        stats_.peer_ord = reply.ord;
     }
-    std::lock_guard lock(tx_mutex_);
-    if (reply.ird != wire::kNoNegotiation) ord_ = std::min(ord_, reply.ird);
-    may_send_ = true;
+    if (reply.rejected) return end(0, completion_flag::remote, Status::connect_failed);
+    // A peer that does not answer the enhanced request in kind can't be talked to.
+    if (!reply.enhanced) return end(wire::error::bad_startup.packed(), 0, Status::connect_failed);
     seen_frame_ = true;
     deadline = TimePoint::max();
-    connected();
-    pump_and_arm(0);
+    std::optional<wire::TerminateCode> wrong;
+    {
+        std::lock_guard lock(tx_mutex_);
+        may_send_ = true;
+        inserts_markers_ = reply.markers;
+        if (reply.ird != wire::kNoNegotiation) ord_ = std::min(ord_, reply.ird);
+        if (reply.ord != wire::kNoNegotiation && reply.ord > limits_.ird) wrong = wire::error::low_ird;  // RFC 6581 section 9.1
+        if (!wrong && device_->options().peer_to_peer && !say_ready(reply)) wrong = wire::error::no_common_rtr;
+        halted_ = wrong.has_value();
+        if (!wrong) {
+            connected();
+            pump_and_arm(0);
+        }
+    }
+    if (!wrong) return;
+    terminate_status_ = Status::connect_failed;
+    fail(*wrong);
+}
+
+// Choose the frame that goes first and says that this side is ready to receive (RFC 6581 section 9.2); it is none of the ULP's business.
+bool QueuePair::say_ready(const wire::Startup& reply) {
+    if (!reply.peer_to_peer || (!reply.rtr_write && !reply.rtr_send)) return false;
+    Message m;
+    m.owner = Owner::ready;
+    m.header.tagged = reply.rtr_write;
+    m.header.opcode = reply.rtr_write ? wire::opcode::write : wire::opcode::send;
+    if (!reply.rtr_write) m.header.msn = send_msn_++;
+    current_ = std::move(m);
+    return true;
 }
 
 void QueuePair::connected() {

@@ -49,7 +49,7 @@ class Pollable {
 
 struct QueuePairStats {
     u64 bytes_sent = 0, bytes_received = 0, fpdus_sent = 0, fpdus_received = 0, messages_sent = 0, messages_received = 0, crc_errors = 0,
-        executed_loads = 0, executed_stores = 0, executed_frees = 0, ord_stalls = 0, socket_stalls = 0;
+        executed_loads = 0, executed_stores = 0, executed_frees = 0, ord_stalls = 0, socket_stalls = 0, peer_ird = 0, peer_ord = 0;
 };
 
 class QueuePair : public Pollable, public std::enable_shared_from_this<QueuePair> {
@@ -90,7 +90,7 @@ class QueuePair : public Pollable, public std::enable_shared_from_this<QueuePair
 
   private:
     // --- transmit half, under tx_mutex_ --------------------------------------------------------------------------------------
-    enum class Owner : u8 { work_request, response, executor_write, executor_read, executor_reply, load_request, terminate };
+    enum class Owner : u8 { work_request, response, executor_write, executor_read, executor_reply, load_request, ready, terminate };
     struct Message {  // one DDP message on its way out
         wire::Segment header;
         RegionPtr source;  // or, when null, `inline_data`
@@ -123,8 +123,9 @@ class QueuePair : public Pollable, public std::enable_shared_from_this<QueuePair
         IoVectors pieces;
         std::size_t next = 0;  // first piece not wholly sent
         std::size_t arena_used = 0, copy_used = 0, payload_bytes = 0, fpdus = 0;
-        std::vector<RegionPtr> regions;  // whose memory `pieces` names
-        std::vector<Message> finished;   // messages whose last octet is in here
+        std::vector<RegionPtr> regions;      // whose memory `pieces` names
+        std::vector<Message> finished;       // messages whose last octet is in here
+        std::deque<std::vector<u8>> marked;  // frames with markers, for a peer that asks for them
         bool empty() const { return next == pieces.size(); }
     };
     enum class Pumped : u8 { idle, blocked, more, broken };
@@ -137,8 +138,10 @@ class QueuePair : public Pollable, public std::enable_shared_from_this<QueuePair
     bool take_load();
     bool take_store();
     bool append_segment(Message& message);
+    void append_marked(Message& message, u32 n);
     void gather_payload(Message& message, u32 n, u8* head, std::size_t& used, u32& crc);
     void source_gone(Message& message);
+    void halt();
     Pumped send_burst();
     void finish_burst();
     void retire();
@@ -219,6 +222,7 @@ class QueuePair : public Pollable, public std::enable_shared_from_this<QueuePair
     void on_tcp_connected();
     void read_reply();
     void apply_reply(const wire::Startup& reply);
+    bool say_ready(const wire::Startup& reply);
     void connected();
     void set_deadline(double seconds);
     bool is_open() const;
@@ -245,11 +249,14 @@ class QueuePair : public Pollable, public std::enable_shared_from_this<QueuePair
     std::vector<u8> arena_, copy_arena_;
     std::deque<Outstanding> outstanding_;
     u32 send_msn_ = 1, request_msn_ = 1, atomic_response_msn_ = 1, next_atomic_id_;
-    u16 ord_;
+    u16 ird_, ord_;  // as negotiated
     u32 inbound_requests_ = 0, executor_replies_ = 0;
-    bool may_send_ = false;     // see rule 3
-    bool write_armed_ = false;  // the progress thread waits for the socket to take more
+    bool may_send_ = false;         // see rule 3
+    bool inserts_markers_ = false;  // the peer wants them
+    u64 stream_position_ = 0;       // octets sent since the start-up frames; kept only with markers
+    bool write_armed_ = false;      // the progress thread waits for the socket to take more
     bool prefer_replies_ = false;
+    bool halted_ = false;     // nothing but the Terminate is sent any more
     bool broken_ = false;     // the socket or a source failed; `end` is on its way
     bool finishing_ = false;  // FIN once everything is sent
     bool fin_sent_ = false;

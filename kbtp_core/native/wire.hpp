@@ -44,6 +44,8 @@ inline constexpr u32 kTaggedHeader = 14, kUntaggedHeader = 18;
 inline constexpr u32 kLengthField = 2, kCrcField = 4;
 inline constexpr u32 kReadRequestHeader = 28, kAtomicRequestHeader = 52, kAtomicResponseHeader = 12, kImmediateData = 8;
 
+inline constexpr u32 kMarkerInterval = 512, kMarker = 4;  // 1.6
+
 inline u32 pad_for(u32 ulpdu) { return -(kLengthField + ulpdu) & 3; }
 inline u32 fpdu_size(u32 ulpdu) { return kLengthField + ulpdu + pad_for(ulpdu) + kCrcField; }
 

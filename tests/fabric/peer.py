@@ -41,7 +41,9 @@ class Peer:
     def answer(self, frame: StartUp | None = None) -> StartUp:
         """Be the responder: read the Request, send `frame` (default: an accepting mirror of it)."""
         request = self.receive_start()
-        self.send((frame or replace(request, is_reply=True, private_data=b"")).encode())
+        reply = frame or replace(request, is_reply=True, private_data=b"")
+        self.send(reply.encode())
+        self.reads_markers = reply.wants_markers
         return request
 
     def receive_start(self) -> StartUp:

@@ -44,18 +44,6 @@ def test_a_bad_crc_is_answered_without_headers_and_nothing_is_delivered() -> Non
             expect_terminate(peer, end, Terminate(2, 0, 2))
 
 
-def test_a_bad_crc_in_the_first_frame_of_an_initiator_is_not_answered() -> None:
-    """RFC 5044 lets a responder send nothing before it has validated one frame."""
-    with victim() as it:
-        peer, end = it.connect()
-        with closing(peer):
-            octets = bytearray(send(b"spoilt").frame())
-            octets[-1] ^= 1
-            peer.send(bytes(octets))
-            assert peer.read_to_end() == b""
-            expect_end(end, terminate_code(2, 0, 2))
-
-
 def test_a_header_is_not_believed_before_its_crc() -> None:
     with victim() as it:
         peer, end = it.connect()

@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 
 from kbtp_core.fabric.api import Access, CompletionFlag, CompletionStatus, FabricError, Op, WrFlag, terminate_code
-from tests.fabric.peer import closing, dial
-from tests.fabric.wire import AtomicRequest, AtomicResponse, StartUp
 from tests.fabric.world import ALL_REMOTE, End, Memory, Node, connect, node, pattern, request
 
 SMALL_MULPDU = 68
@@ -265,15 +263,3 @@ def test_a_work_request_that_means_nothing_is_refused_by_name() -> None:
             a.qp.post_send(np.zeros(1, np.uint8))
         a.post(request(Op.WRITE))
         a.expect(Op.WRITE)
-
-
-def test_a_revision_1_initiator_is_served() -> None:
-    with node() as device, closing(dial(device.listen())) as peer:
-        target = counter(device, 41)
-        peer.send(StartUp(enhanced=None, revision=1, private_data=b"old").encode())
-        incoming = device.next_request()
-        assert incoming.private_data == b"old"
-        incoming.create_qp(device.pd, device.cq).accept(b"new")
-        assert peer.receive_start() == StartUp(is_reply=True, enhanced=None, revision=1, private_data=b"new")
-        peer.send(AtomicRequest(0, 5, target.stag, 0, 1).segment())
-        assert peer.receive() == AtomicResponse(5, 41).segment()

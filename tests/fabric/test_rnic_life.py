@@ -17,8 +17,8 @@ from kbtp_core.fabric.api import (
     WrFlag,
     terminate_code,
 )
-from tests.fabric.peer import closing, dial, listening
-from tests.fabric.wire import StartUp, Terminate
+from tests.fabric.peer import closing, listening
+from tests.fabric.wire import Terminate
 from tests.fabric.world import connect, node, pattern, request
 
 
@@ -200,13 +200,6 @@ def test_connections_come_and_go() -> None:
             a.qp.close()
             assert a.drain()[-1].value == 0
             assert b.drain()[-1].value == 0
-
-
-def test_a_peer_that_asks_for_markers_is_turned_away() -> None:
-    with node() as device, closing(dial(device.listen())) as peer:
-        peer.send(StartUp(wants_markers=True).encode())
-        assert peer.read_to_end() == b""
-        assert device.poll_request(0.02) is None
 
 
 def test_a_name_with_several_addresses_is_tried_until_one_answers() -> None:

@@ -191,17 +191,3 @@ def test_a_read_response_keeps_its_crc_while_the_source_changes() -> None:
         finally:
             is_over.set()
             writer.join()
-
-
-def test_the_passive_side_says_nothing_before_the_first_frame() -> None:
-    with node() as device, closing(dial(device.listen())) as peer:
-        source = device.memory(b"early")
-        peer.send(StartUp().encode())
-        end = device.serve()
-        end.receive_into(device.memory(8), 8)
-        end.qp.accept()
-        peer.receive_start()
-        end.post(request(Op.SEND, source, 5))
-        peer.expect_silence()
-        peer.send(send(b"first"))
-        assert peer.receive() == send(b"early")
