@@ -47,13 +47,16 @@ def tidy(session: nox.Session) -> None:
     """clang-tidy over the native code (slow, so not part of `make test`)."""
     session.run("python", "scripts/setup_dev.py", silent=False)
     databases = sorted(Path("build").glob("*/compile_commands.json"), key=lambda path: path.stat().st_mtime)
-    session.run(
-        "clang-tidy",
-        "-quiet",
-        "-p",
-        str(databases[-1].parent),
-        *[path for path in native_files() if path.endswith(".cpp") and not path.startswith("tests")],
-    )
+    sources = [path for path in native_files() if path.startswith("kbtp_core") and path.endswith(".cpp")]
+    session.run("clang-tidy", "-quiet", "-p", str(databases[-1].parent), *sources)
+
+
+@nox.session(venv_backend="venv", default=False)
+def sanitize(session: nox.Session) -> None:
+    """The tests of the native code under the thread and the address sanitizer (slow, so not part of `make test`)."""
+    session.run("python", "scripts/setup_dev.py", silent=False)
+    for kind in ("thread", "address"):
+        session.run("python", "scripts/sanitize.py", kind, *session.posargs)
 
 
 @nox.session(venv_backend="venv", default=False)
@@ -64,5 +67,5 @@ def docs(session: nox.Session) -> None:
 
 
 def native_files() -> list[str]:
-    folders = (Path("kbtp_core/native"), Path("tests/fuzz"))
+    folders = (Path("kbtp_core/native"), Path("tests/fuzz"), Path("tests/native"))
     return [str(path) for folder in folders for path in sorted(folder.iterdir()) if path.suffix in {".cpp", ".hpp"}]

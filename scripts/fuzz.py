@@ -1,4 +1,6 @@
-"""Build and run the fuzz targets of tests/fuzz, with the address and the undefined-behaviour sanitizer: `python scripts/fuzz.py [SECONDS]`.
+"""Build and run the native checks under the address, leak and undefined-behaviour sanitizers: `python scripts/fuzz.py [SECONDS]`.
+
+First tests/native/leak.cpp: ten thousand connections, and nothing left of them. Then the fuzz targets of tests/fuzz.
 
 SECONDS are shared by all targets (60 by default; a nightly run takes 1800). A finding ends the script with an error and leaves its input in
 build/fuzz. What was learnt stays in build/fuzz/corpus-TARGET and is used again the next time.
@@ -31,7 +33,9 @@ def main() -> None:
     objects = _compile()
     for target in TARGETS:
         _run_step(["clang++", f"-fsanitize=fuzzer,{SANITIZERS}", *objects, BUILD / f"fuzz_{target}.o", "-lpthread", "-o", BUILD / target])
+    _run_step(["clang++", f"-fsanitize={SANITIZERS}", *objects, BUILD / "leak.o", "-lpthread", "-o", BUILD / "leak"])
     print(f"built in {time.monotonic() - started:.0f} s", flush=True)
+    _run_step([BUILD / "leak"])
     for target in TARGETS:
         _fuzz(target, max(1, round(seconds / len(TARGETS))))
 
@@ -39,7 +43,7 @@ def main() -> None:
 def _compile() -> list[Path]:
     """The object files of the native code, made anew where a source or a header is younger."""
     native = sorted(path for path in (ROOT / "kbtp_core" / "native").glob("*.cpp") if path.name not in NOT_NATIVE)
-    targets = [ROOT / "tests" / "fuzz" / f"fuzz_{target}.cpp" for target in TARGETS]
+    targets = [*(ROOT / "tests" / "fuzz").glob("*.cpp"), *(ROOT / "tests" / "native").glob("*.cpp")]
     headers = [*(ROOT / "kbtp_core" / "native").glob("*.hpp"), *(ROOT / "tests" / "fuzz").glob("*.hpp")]
     newest = max(path.stat().st_mtime for path in headers)
 
