@@ -16,7 +16,22 @@ def test_a_short_run_measures_each_case_and_its_baselines(op: str, tmp_path: Pat
     file = tmp_path / "bench.json"
     result = CliRunner().invoke(
         app,
-        ["bench", "--ops", op, "--sizes", "4KiB,64KiB", "--batches", "1,8", "--seconds", "0.2", "--pool", "4MiB", "--json", str(file)],
+        [
+            "bench",
+            "--ops",
+            op,
+            "--sizes",
+            "4KiB,64KiB",
+            "--batches",
+            "1,8",
+            "--seconds",
+            "0.2",
+            "--pool",
+            "4MiB",
+            "--no-extras",
+            "--json",
+            str(file),
+        ],
     )
     assert result.exit_code == 0, result.output
     document = json.loads(file.read_text())
@@ -28,5 +43,27 @@ def test_a_short_run_measures_each_case_and_its_baselines(op: str, tmp_path: Pat
         assert row["ratio_raw_tcp"] == pytest.approx(row["gib_per_s"] / row["raw_tcp_gib_per_s"])
         assert row["ratio_native_loop"] == pytest.approx(row["blocks_per_s"] / row["native_loop_blocks_per_s"])
         assert 0 < row["p50_us"] <= row["p99_us"]
-        assert row["cpu_us_per_block"] > 0
+        assert row["cpu_us_per_block"] > row["target_cpu_us_per_block"] > 0
     assert "KBTP between two processes" in result.output
+    assert document["python_target"] is document["clients"] is document["interpreter"] is None
+
+
+def test_a_run_also_measures_the_target_in_python_two_clients_and_the_interpreter(tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    cases = ["--ops", "load", "--sizes", "4KiB", "--batches", "32", "--seconds", "0.4", "--pool", "4MiB"]
+    result = CliRunner().invoke(app, ["bench", *cases, "--json", str(file)])
+    assert result.exit_code == 0, result.output
+    document = json.loads(file.read_text())
+    native, python = document["rows"][0], document["python_target"]
+    assert (python["size"], python["batch"]) == (4096, 32)
+    assert python["target_cpu_us_per_block"] > 2 * native["target_cpu_us_per_block"]
+    clients = document["clients"]
+    assert clients["count"] == 2
+    assert min(clients["blocks_per_s"], clients["alone_blocks_per_s"], clients["native_loop_blocks_per_s"]) > 0
+    interpreter = document["interpreter"]
+    assert interpreter["batch"] == (4 << 20) // 4096
+    assert 0 < interpreter["post_ms"] < interpreter["load_ms"]
+    assert interpreter["gil_share"] == pytest.approx(interpreter["gil_ms"] / interpreter["load_ms"])
+    assert interpreter["spin_share"] > 0
+    assert "2 clients: " in result.output
+    assert "GIL held" in result.output

@@ -1,7 +1,8 @@
 """`kbtp bench`: LOAD and ALLOC_STORE between two real processes, against plain TCP in the same run.
 
 This process is the initiator, a child is the target; both use the software RNIC on 127.0.0.1. `plan` says what is measured,
-`peer` is the child, `kbtp` and `baseline` are the sides, `measure` alternates them, `report` shows the figures.
+`peer` is the child, `kbtp` and `baseline` are the sides, `measure` alternates them, `report` shows the figures. `clients` and
+`interpreter` measure what no single case shows.
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ def bench(
     seconds: Annotated[float, typer.Option(help="Measured time of each side of each case.")] = 2.0,
     pool: Annotated[str, typer.Option(help="Working set on both ends.")] = "64MiB",
     congestion_control: Annotated[str, typer.Option(help="Of all TCP connections, where the kernel allows it.")] = "cubic",
+    extras: Annotated[
+        bool, typer.Option(help="Also the target in Python, two clients at once, and what a load of 10,000 blocks costs the interpreter.")
+    ] = True,
     json: Annotated[Path | None, typer.Option(help="Also write the figures to this file.", dir_okay=False)] = None,
 ) -> None:
     """Measure KBTP on this machine, against plain TCP in the same run."""
     console = Console()
     try:
-        what = plan.Plan(plan.parse_cases(ops, sizes, batches), seconds, plan.parse_size(pool), congestion_control)
+        what = plan.Plan(plan.parse_cases(ops, sizes, batches), seconds, plan.parse_size(pool), congestion_control, extras)
         from kbtp_core.cli.bench import measure, peer, report  # late: no other command needs native code
 
         with peer.Peer(what.pool_bytes, what.congestion_control) as target, console.status("starting") as status:
@@ -37,6 +41,8 @@ def bench(
             for number, case in enumerate(what.cases, 1):
                 status.update(f"{number} of {len(what.cases)}: {case.op.value} {plan.format_size(case.block_bytes)} × {case.batch}")
                 rows.append(run.run_case(case))
+            if what.has_extras:
+                status.update("the target in Python, two clients, the interpreter")
             result = run.finish(rows)
     except (KbtpError, OSError) as error:
         Console(stderr=True).print(f"kbtp bench: {error}", highlight=False)

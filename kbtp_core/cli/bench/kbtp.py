@@ -42,7 +42,7 @@ class TargetAddress:
 class BenchTarget:
     """The target of one case; in the child."""
 
-    def __init__(self, pool_bytes: int, case: Case, congestion_control: str, seed: int = 3) -> None:
+    def __init__(self, pool_bytes: int, case: Case, congestion_control: str, *, is_native: bool = True, seed: int = 3) -> None:
         count = pool_bytes // case.block_bytes
         self._memory = octets(count * case.block_bytes, seed)
         is_load = case.op is BenchOp.LOAD
@@ -55,7 +55,7 @@ class BenchTarget:
             trust_domains=frozenset({TRUST_DOMAIN}),
         )
         self._fabric = SoftRnic(congestion=congestion_control)
-        self._server = TargetServer(self._fabric, target, self._register)
+        self._server = TargetServer(self._fabric, target, self._register, use_executor=is_native)
         handles = np.arange(count, dtype=np.uint64)
         bound = (
             self._server.bind(handles, handles * np.uint64(case.block_bytes), case.block_bytes) if is_load else np.zeros(count, np.uint16)
@@ -107,6 +107,19 @@ class BenchInitiator:
             spent += times[-1]
             if self._case.op is BenchOp.ALLOC_STORE:
                 self._stored.append(self._handles[self._next])
+            self._last = self._next
+            self._next = (self._next + 1) % len(self._handles)
+        return times
+
+    def run_posts(self, limit_ns: int) -> list[int]:
+        """As `run`; nanoseconds of the posting of each batch alone."""
+        times: list[int] = []
+        end = time.perf_counter_ns() + limit_ns
+        while not times or time.perf_counter_ns() < end:
+            begun = time.perf_counter_ns()
+            batch = self._post(self._next)
+            times.append(time.perf_counter_ns() - begun)
+            self._check(batch.wait())
             self._last = self._next
             self._next = (self._next + 1) % len(self._handles)
         return times

@@ -14,13 +14,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kbtp_core.cli.bench.baseline import NativeLoop, RawStream, copy_gib_per_s
+from kbtp_core.cli.bench.clients import ClientsRow, run_clients
+from kbtp_core.cli.bench.interpreter import InterpreterRow, run_interpreter
 from kbtp_core.cli.bench.kbtp import BenchInitiator, octets
 from kbtp_core.cli.bench.peer import Peer
-from kbtp_core.cli.bench.plan import BenchOp, Case, Plan
+from kbtp_core.cli.bench.plan import WARM_UP_S, BenchOp, Case, Plan
 
 ROUNDS = 4  # slices of a side in one case
-WARM_UP_S = 0.1
-STANDARD_LOOP = Case(BenchOp.LOAD, 4096, 32)  # the native loop that the summary names
+STANDARD = Case(BenchOp.LOAD, 4096, 32)  # whose native loop the summary names, and which the extras measure
+CLIENT_COUNT = 2
+
+Cpu = tuple[float, float]
+"""Seconds of CPU time of this process, and of the target's."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,7 @@ class Row:
     p50_us: float
     p99_us: float
     cpu_us_per_block: float  # both processes, user and system
+    target_cpu_us_per_block: float  # of that, the target's process
     raw_tcp_gib_per_s: float
     native_loop_blocks_per_s: float
     native_loop_p50_us: float
@@ -49,6 +55,9 @@ class Result:
     native_loop_blocks_per_s: float  # LOAD, 4 KiB, 32 in flight
     memcpy_gib_per_s: float
     rows: tuple[Row, ...]
+    python_target: Row | None  # the standard case with a target that has no executor
+    clients: ClientsRow | None
+    interpreter: InterpreterRow | None
 
 
 class Bench:
@@ -64,18 +73,22 @@ class Bench:
         self._raw_rates: list[float] = []
         self._copy_rates: list[float] = []
 
-    def run_case(self, case: Case) -> Row:
+    def run_case(self, case: Case, *, is_native: bool = True) -> Row:
+        """Measure all sides. `is_native`: the target has its executor."""
         plan, peer = self._plan, self._peer
         slice_s = plan.seconds / ROUNDS
         memory = self._memory if case.op is BenchOp.ALLOC_STORE else self._sink
         loop = NativeLoop(peer.open_baseline(case.op.value), case, memory, plan.congestion_control)
         initiator = BenchInitiator(
-            peer.open_target(case), case, self._memory if case.op is BenchOp.ALLOC_STORE else self._kbtp_sink, plan.congestion_control
+            peer.open_target(case, is_native=is_native),
+            case,
+            self._memory if case.op is BenchOp.ALLOC_STORE else self._kbtp_sink,
+            plan.congestion_control,
         )
         raw_rates: list[float] = []
         loop_slices: list[NDArray[np.uint64]] = []
         slices: list[NDArray[np.uint64]] = []
-        cpu_s = 0.0
+        cpu_s: Cpu = (0.0, 0.0)
 
         def raw_side() -> None:
             raw_rates.append(self._raw.run(slice_s))
@@ -87,7 +100,7 @@ class Bench:
             nonlocal cpu_s
             times, cpu = self._run_kbtp(initiator, slice_s)
             slices.append(times)
-            cpu_s += cpu
+            cpu_s = (cpu_s[0] + cpu[0], cpu_s[1] + cpu[1])
 
         try:
             loop.run(WARM_UP_S)
@@ -104,7 +117,9 @@ class Bench:
         return _row(case, slices, cpu_s, float(np.median(raw_rates)), loop_slices)
 
     def finish(self, rows: list[Row]) -> Result:
-        name = (STANDARD_LOOP.op.value, STANDARD_LOOP.block_bytes, STANDARD_LOOP.batch)
+        """The rest of the run, and all of its figures."""
+        plan, peer, has_extras = self._plan, self._peer, self._plan.has_extras
+        name = (STANDARD.op.value, STANDARD.block_bytes, STANDARD.batch)
         standard = [row.native_loop_blocks_per_s for row in rows if (row.op, row.size, row.batch) == name]
         result = Result(
             congestion_control=self._raw.congestion_control,
@@ -112,32 +127,36 @@ class Bench:
             native_loop_blocks_per_s=standard[0] if standard else self._standard_loop(),
             memcpy_gib_per_s=float(np.median(self._copy_rates)),
             rows=tuple(rows),
+            python_target=self.run_case(STANDARD, is_native=False) if has_extras else None,
+            clients=run_clients(plan, peer, STANDARD, CLIENT_COUNT, ROUNDS) if has_extras else None,
+            interpreter=run_interpreter(plan, peer, ROUNDS) if has_extras else None,
         )
         self._raw.close()
         return result
 
-    def _run_kbtp(self, initiator: BenchInitiator, seconds: float) -> tuple[NDArray[np.uint64], float]:
-        """Batches for about `seconds` of measured time: nanoseconds of each, and the CPU time of both processes."""
+    def _run_kbtp(self, initiator: BenchInitiator, seconds: float) -> tuple[NDArray[np.uint64], Cpu]:
+        """Batches for about `seconds` of measured time: nanoseconds of each, and the CPU time that they took."""
         times: list[int] = []
-        cpu_s, left_ns = 0.0, int(seconds * 1e9)
+        here_s, there_s, left_ns = 0.0, 0.0, int(seconds * 1e9)
         while left_ns > 0:
             initiator.prepare()
-            before = time.process_time() + self._peer.cpu_s()
+            there, here = self._peer.cpu_s(), time.process_time()
             stretch = initiator.run(left_ns)
-            cpu_s += time.process_time() + self._peer.cpu_s() - before
+            here_s += time.process_time() - here
+            there_s += self._peer.cpu_s() - there
             times += stretch
             left_ns -= sum(stretch)
-        return np.array(times, np.uint64), cpu_s
+        return np.array(times, np.uint64), (here_s, there_s)
 
     def _standard_loop(self) -> float:
-        loop = NativeLoop(self._peer.open_baseline("load"), STANDARD_LOOP, self._sink, self._plan.congestion_control)
+        loop = NativeLoop(self._peer.open_baseline("load"), STANDARD, self._sink, self._plan.congestion_control)
         try:
-            return _blocks_per_s([loop.run(self._plan.seconds / ROUNDS) for _ in range(ROUNDS)], STANDARD_LOOP.batch)
+            return _blocks_per_s([loop.run(self._plan.seconds / ROUNDS) for _ in range(ROUNDS)], STANDARD.batch)
         finally:
             loop.close()
 
 
-def _row(case: Case, slices: list[NDArray[np.uint64]], cpu_s: float, raw: float, loop_slices: list[NDArray[np.uint64]]) -> Row:
+def _row(case: Case, slices: list[NDArray[np.uint64]], cpu_s: Cpu, raw: float, loop_slices: list[NDArray[np.uint64]]) -> Row:
     times_us = np.concatenate(slices) / 1e3
     blocks_per_s = _blocks_per_s(slices, case.batch)
     gib_per_s = blocks_per_s * case.block_bytes / 2**30
@@ -150,7 +169,8 @@ def _row(case: Case, slices: list[NDArray[np.uint64]], cpu_s: float, raw: float,
         gib_per_s=gib_per_s,
         p50_us=float(np.percentile(times_us, 50)),
         p99_us=float(np.percentile(times_us, 99)),
-        cpu_us_per_block=cpu_s * 1e6 / (times_us.size * case.batch),
+        cpu_us_per_block=sum(cpu_s) * 1e6 / (times_us.size * case.batch),
+        target_cpu_us_per_block=cpu_s[1] * 1e6 / (times_us.size * case.batch),
         raw_tcp_gib_per_s=raw,
         native_loop_blocks_per_s=loop_blocks_per_s,
         native_loop_p50_us=float(np.median(np.concatenate(loop_slices)) / 1e3),

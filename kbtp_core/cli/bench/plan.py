@@ -8,6 +8,7 @@ from enum import Enum
 
 from kbtp_core.errors import ConfigError
 
+WARM_UP_S = 0.1
 UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 
@@ -31,6 +32,7 @@ class Plan:
     seconds: float  # measured time of each side of each case
     pool_bytes: int  # working set on both ends; over the caches' size, so that memory is cold
     congestion_control: str  # of every TCP connection where the kernel allows it; empty: the system's
+    has_extras: bool = True  # besides the cases: the target in Python, two clients, and what a large load costs the interpreter
 
     def __post_init__(self) -> None:
         for case in self.cases:

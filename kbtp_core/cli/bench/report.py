@@ -47,12 +47,34 @@ def print_result(console: Console, result: Result) -> None:
         highlight=False,
     )
     console.print(result_table(result.rows))
+    for line in extra_lines(result):
+        console.print(line, highlight=False)
+
+
+def extra_lines(result: Result) -> list[str]:
+    lines = []
+    if (row := result.python_target) is not None:
+        lines.append(
+            f"target in Python: {row.op} {format_size(row.size)} × {row.batch} at {row.blocks_per_s:,.0f} blocks/s, "
+            f"{row.target_cpu_us_per_block:.1f} µs of the target's CPU a block"
+        )
+    if (clients := result.clients) is not None:
+        lines.append(
+            f"{clients.count} clients: {clients.blocks_per_s:,.0f} blocks/s together, {clients.alone_blocks_per_s:,.0f} one alone · native "
+            f"loops: {clients.native_loop_blocks_per_s:,.0f}, {clients.native_loop_alone_blocks_per_s:,.0f}"
+        )
+    if (load := result.interpreter) is not None:
+        lines.append(
+            f"{load.batch:,} blocks of {format_size(load.size)} in one load: {load.load_ms:.1f} ms, {load.post_ms:.1f} ms until posted; "
+            f"GIL held {load.gil_ms:.2f} ms ({load.gil_share:.0%}); a spinning thread makes {load.spin_share:.0%} of its progress"
+        )
+    return lines
 
 
 def result_table(rows: tuple[Row, ...]) -> Table:
     table = Table(title="KBTP between two processes over TCP on this machine", box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     table.add_column("", no_wrap=True)
-    for heading in ("blocks/s", "GiB/s", "p50 µs", "p99 µs", "CPU µs", "TCP", "loop"):
+    for heading in ("blocks/s", "GiB/s", "p50 µs", "p99 µs", "CPU µs", "target", "TCP", "loop"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
@@ -62,8 +84,9 @@ def result_table(rows: tuple[Row, ...]) -> Table:
             f"{row.p50_us:,.0f}",
             f"{row.p99_us:,.0f}",
             f"{row.cpu_us_per_block:,.{1 if row.cpu_us_per_block < 100 else 0}f}",
+            f"{row.target_cpu_us_per_block:,.{1 if row.target_cpu_us_per_block < 100 else 0}f}",
             f"{row.ratio_raw_tcp:.0%}",
             f"{row.ratio_native_loop:.0%}",
         )
-    table.caption = "CPU: both processes, a block · TCP, loop: KBTP's share of the baseline's rate in the same case"
+    table.caption = "CPU: both processes, a block; target: its share · TCP, loop: KBTP's share of the baseline's rate in the same case"
     return table
