@@ -73,3 +73,12 @@ def test_the_conformance_page_is_what_the_tests_say() -> None:
     script = ROOT / "scripts" / "conformance_table.py"
     run = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True, timeout=60, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_the_conformance_suite_has_at_least_150_rules_and_both_roles() -> None:
+    page = (ROOT / "docs" / "conformance.md").read_text()
+    counts = re.search(r"(\d+) rules .* (\d+) that bind the sender and (\d+) that bind the receiver", page)
+    assert counts is not None
+    total, senders, receivers = (int(count) for count in counts.groups())
+    assert total == senders + receivers >= 150
+    assert min(senders, receivers) >= 60

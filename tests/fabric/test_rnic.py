@@ -195,18 +195,6 @@ def test_cmp_swap_swaps_the_masked_bits_only_if_the_masked_bits_match() -> None:
         assert word(target) == 0x112233445566AA88
 
 
-def test_atomics_of_many_connections_lose_no_step() -> None:
-    with node() as left, node() as right:
-        target = counter(right, 0)
-        ends = [connect(left, right)[0] for _ in range(8)]
-        batch = [request(Op.FETCH_ADD, to=(target.stag, 0), operand=1) for _ in range(100)]
-        for end in ends:
-            end.post(*batch)
-        seen = [end.expect(Op.FETCH_ADD).value for end in ends for _ in batch]
-        assert sorted(seen) == list(range(800))
-        assert word(target) == 800
-
-
 def test_an_atomic_may_use_the_last_aligned_word_of_a_region() -> None:
     with node() as left, node() as right:
         target = counter(right, 7, 8)

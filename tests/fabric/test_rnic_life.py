@@ -8,17 +8,14 @@ import pytest
 
 from kbtp_core.fabric.api import (
     Access,
-    CompletionFlag,
     CompletionStatus,
     FabricError,
     Op,
     QueueLimits,
     QueuePairClosed,
     WrFlag,
-    terminate_code,
 )
 from tests.fabric.peer import closing, listening
-from tests.fabric.wire import Terminate
 from tests.fabric.world import connect, node, pattern, request
 
 
@@ -98,21 +95,6 @@ def test_a_close_sends_what_was_posted_and_ends_both_sides_in_order() -> None:
         ]
 
 
-def test_a_close_ends_by_force_when_the_peer_does_not_read() -> None:
-    with node() as device, listening() as listener:
-        end = device.create_qp()
-        end.qp.connect("127.0.0.1", listener.port)
-        with closing(listener.accept()) as peer:
-            peer.answer()
-            end.expect(Op.CONNECTED)
-            end.post(request(Op.WRITE, device.memory(32 << 20), 32 << 20, to=(1, 0)))
-            began = time.monotonic()
-            end.qp.close(0.3)
-            events = end.drain(2.0)
-            assert time.monotonic() - began < 1.0
-            assert events[0].status == CompletionStatus.FLUSHED
-
-
 def test_an_abort_flushes_every_request_and_receive_once() -> None:
     with node() as device, listening() as listener:
         end = device.create_qp()
@@ -140,34 +122,6 @@ def test_an_abort_flushes_every_request_and_receive_once() -> None:
             end.post(request(Op.SEND))
         with pytest.raises(QueuePairClosed):
             end.receive_into(sink, 8)
-
-
-def test_a_lost_peer_flushes_and_names_the_loss() -> None:
-    with node() as device, listening() as listener:
-        end = device.create_qp()
-        end.qp.connect("127.0.0.1", listener.port)
-        peer = listener.accept()
-        peer.answer()
-        end.expect(Op.CONNECTED)
-        end.post(request(Op.FETCH_ADD))
-        peer.receive()
-        peer.reset()
-        end.expect(Op.FETCH_ADD, CompletionStatus.FLUSHED)
-        assert end.expect(Op.DISCONNECTED).value == terminate_code(2, 0, 1)
-
-
-def test_a_terminate_from_the_peer_is_reported_as_remote() -> None:
-    with node() as device, listening() as listener:
-        end = device.create_qp()
-        end.qp.connect("127.0.0.1", listener.port)
-        with closing(listener.accept()) as peer:
-            peer.answer()
-            end.expect(Op.CONNECTED)
-            end.post(request(Op.SEND))
-            end.expect(Op.SEND)
-            peer.send(Terminate(0, 2, 0xFF).segment())
-            last = end.expect(Op.DISCONNECTED)
-            assert (last.value, last.flags) == (terminate_code(0, 2, 0xFF), CompletionFlag.REMOTE)
 
 
 def test_closing_the_device_ends_its_connections() -> None:

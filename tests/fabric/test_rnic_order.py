@@ -9,7 +9,7 @@ import pytest
 
 from kbtp_core.fabric.api import Access, Op, QueueLimits, WrFlag
 from tests.fabric.peer import Peer, closing, dial, listening
-from tests.fabric.wire import Enhanced, Opcode, ReadRequest, StartUp, Tagged, Untagged, read_response, send
+from tests.fabric.wire import Enhanced, ReadRequest, StartUp, Tagged
 from tests.fabric.world import ALL_REMOTE, End, Node, connect, node, pattern, request
 
 
@@ -22,11 +22,6 @@ def connect_to_script(device: Node, peer_ird: int = 16, limits: QueueLimits = Qu
         peer.answer(StartUp(is_reply=True, enhanced=Enhanced(ird=peer_ird, ord=1)))
         end.expect(Op.CONNECTED)
         return end, peer
-
-
-def answer_read(peer: Peer, read: Untagged, octet: bytes = b"r") -> None:
-    header = ReadRequest.decode(read.payload)
-    peer.send(read_response(header.sink_stag, header.sink_offset, octet * header.length))
 
 
 def test_a_delivered_send_means_that_earlier_writes_are_there() -> None:
@@ -54,63 +49,6 @@ def test_messages_arrive_in_the_order_posted() -> None:
         assert [b.expect(Op.RECEIVE).wr_id for _ in range(200)] == list(range(200))
         assert [a.expect(Op.SEND).wr_id for _ in range(200)] == list(range(200))
         assert inbox.read() == bytes(range(200))
-
-
-def test_a_send_behind_a_read_completes_behind_it() -> None:
-    with node() as device:
-        end, peer = connect_to_script(device)
-        with closing(peer):
-            end.post(request(Op.READ, device.memory(8), 8), request(Op.SEND))
-            read = peer.receive_untagged()
-            assert peer.receive_untagged().opcode == Opcode.SEND
-            assert end.is_idle()
-            answer_read(peer, read)
-            end.expect(Op.READ)
-            end.expect(Op.SEND)
-
-
-def test_a_fenced_send_waits_for_the_reads_before_it() -> None:
-    with node() as device:
-        end, peer = connect_to_script(device)
-        sink = device.memory(16)
-        with closing(peer):
-            fenced = request(Op.SEND, sink, 8, flags=WrFlag.SIGNALED | WrFlag.FENCE)
-            end.post(request(Op.READ, sink, 8), request(Op.FETCH_ADD), fenced, request(Op.SEND))
-            read, atomic = peer.receive_untagged(), peer.receive_untagged()
-            peer.expect_silence()
-            answer_read(peer, read)
-            peer.expect_silence()
-            peer.send(Untagged(Opcode.ATOMIC_RESPONSE, 1, atomic.payload[4:8] + bytes(8)))
-            assert peer.receive_untagged() == send(b"r" * 8, 1)
-            assert peer.receive_untagged() == send(b"", 2)
-
-
-def test_reads_and_atomics_beyond_the_peers_depth_wait() -> None:
-    with node() as device:
-        end, peer = connect_to_script(device, peer_ird=2)
-        sink = device.memory(40)
-        with closing(peer):
-            end.post(*(request(Op.READ, sink, 8, offset=8 * at, wr_id=at) for at in range(5)), request(Op.SEND))
-            waiting = [peer.receive_untagged(), peer.receive_untagged()]
-            for _ in range(3):
-                peer.expect_silence(0.05)
-                answer_read(peer, waiting.pop(0))
-                waiting.append(peer.receive_untagged())
-            assert [read.msn for read in waiting] == [4, 5]
-            assert peer.receive_untagged().opcode == Opcode.SEND
-            for read in waiting:
-                answer_read(peer, read)
-            assert [end.expect(Op.READ).wr_id for _ in range(5)] == list(range(5))
-            assert sink.read() == b"r" * 40
-
-
-def test_the_own_limit_bounds_reads_too() -> None:
-    with node() as device:
-        end, peer = connect_to_script(device, peer_ird=16, limits=QueueLimits(ird=16, ord=1))
-        with closing(peer):
-            end.post(request(Op.FETCH_ADD), request(Op.READ))
-            assert peer.receive_untagged().opcode == Opcode.ATOMIC_REQUEST
-            peer.expect_silence()
 
 
 def test_more_reads_than_any_depth_all_complete() -> None:
