@@ -18,7 +18,7 @@ from enum import IntEnum, IntFlag
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 Array = NDArray[Any]
 
@@ -319,6 +319,12 @@ LOAD_RESULT = np.dtype(
 class LoadRequests(Protocol):
     """A batch of LOADs that a requester has taken."""
 
+    @property
+    def count(self) -> int: ...
+    @property
+    def failed_count(self) -> int:
+        """Answers other than OK; for a batch whose LOADS completion was polled."""
+
     def results(self) -> Array:
         """A copy of the answers so far (dtype LOAD_RESULT)."""
 
@@ -332,21 +338,34 @@ class Requester(Protocol):
     def post(
         self,
         sequence: int,
-        handles: NDArray[np.uint64],
-        generations: NDArray[np.uint16],
+        handles: ArrayLike,
+        generations: ArrayLike,
         stag: int,
-        offsets: NDArray[np.uint64],
-        lengths: NDArray[np.uint32],
+        offsets: ArrayLike,
+        lengths: ArrayLike,
         flags: int,
     ) -> LoadRequests:
         """Post n LOADs with Request IDs `sequence << 32 | index`; they end in one LOADS completion. Raises QueuePairClosed.
 
-        A COMPLETION that matches none of them goes up as RECEIVE.
+        `handles` has shape (n,), the others too or they are numbers that stand for all n. Arrays of exactly the request's types
+        (u8, u2, u8, u4) are read where they are. A COMPLETION that matches none of the LOADs goes up as RECEIVE.
         """
 
     @property
     def unsent_count(self) -> int:
         """LOADs that wait for credit."""
+
+
+@runtime_checkable
+class PollsLoads(Protocol):
+    """A completion queue that can tell what requesters have finished without an array of completions."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing to poll. Never waits."""
+
+    def poll_loads(self) -> list[int]:
+        """Take the LOADS completions with status OK that are next in the queue; their sequence numbers, in order."""
 
 
 @runtime_checkable

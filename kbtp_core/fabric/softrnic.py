@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from kbtp_core import _native
 from kbtp_core.fabric.api import (
@@ -41,6 +41,9 @@ from kbtp_core.fabric.executor import NativeExecutor, create_executor
 
 MAX_PRIVATE_DATA = 252
 """Octets that fit into a start-up frame which every known iWARP stack accepts (256 with the enhanced data)."""
+
+SPIN_S = 50e-6
+"""About what it takes to put a thread to sleep and to wake it."""
 
 
 class Region:
@@ -99,13 +102,20 @@ class CompletionQueue:
     def __init__(self) -> None:
         self.native = _native.CompletionQueue()
         self._buffer = np.empty(1024, COMPLETION)
+        self.poll_loads = self.native.poll_loads
 
     def poll(self, limit: int = 1024) -> Array:
+        if self.native.is_empty:
+            return _NOTHING
         if limit > self._buffer.size:
             self._buffer = np.empty(limit, COMPLETION)
         count = self.native.poll_into(self._buffer[:limit])
         completions: Array = self._buffer[:count].copy()
         return completions
+
+    @property
+    def is_empty(self) -> bool:
+        return self.native.is_empty
 
     def wait(self, timeout_s: float) -> bool:
         return bool(self.native.wait(timeout_s))
@@ -123,9 +133,19 @@ class CompletionQueue:
 class LoadRequests:
     """See `fabric.api.LoadRequests`."""
 
+    __slots__ = ("_native", "_qp")
+
     def __init__(self, qp: _native.QueuePair, native: _native.LoadBatch) -> None:
         self._qp = qp
         self._native = native
+
+    @property
+    def count(self) -> int:
+        return self._native.count
+
+    @property
+    def failed_count(self) -> int:
+        return self._native.failed_count
 
     def results(self) -> Array:
         return np.frombuffer(self._qp.load_results(self._native), LOAD_RESULT)
@@ -143,14 +163,19 @@ class Requester:
     def post(
         self,
         sequence: int,
-        handles: NDArray[np.uint64],
-        generations: NDArray[np.uint16],
+        handles: ArrayLike,
+        generations: ArrayLike,
         stag: int,
-        offsets: NDArray[np.uint64],
-        lengths: NDArray[np.uint32],
+        offsets: ArrayLike,
+        lengths: ArrayLike,
         flags: int,
     ) -> LoadRequests:
-        native = self._qp.post_loads(sequence, handles, generations, stag, offsets, lengths, flags)
+        try:
+            native = self._qp.post_loads(sequence, handles, generations, stag, offsets, lengths, flags)
+        except TypeError:  # not all are numbers and arrays of the request's own types
+            wanted = np.atleast_1d(np.asarray(handles, np.uint64))
+            columns = [_column(values, kind, wanted.size) for values, kind in ((generations, "u2"), (offsets, "u8"), (lengths, "u4"))]
+            native = self._qp.post_loads(sequence, np.ascontiguousarray(wanted), columns[0], stag, columns[1], columns[2], flags)
         if native is None:
             raise QueuePairClosed(f"the queue pair to {self._qp.peer} has ended: nothing was posted")
         return LoadRequests(self._qp, native)
@@ -270,6 +295,8 @@ class SoftRnic:
     ignored). `mulpdu` is the largest ULPDU sent, in octets. With `peer_to_peer` a connection that it makes opens with an empty
     frame of its own, so that the passive side may speak first (RFC 6581, section 9.2). `stags` and `first_atomic_id` fix what is
     otherwise drawn, for frames that tests know by heart.
+    `spin_s` is how long, in seconds, a thread that has just moved octets, or waits for an answer, looks for more before it sleeps; the
+    core is given to whoever wants it meanwhile. 0: it sleeps at once.
     """
 
     name = "softrnic"
@@ -282,10 +309,13 @@ class SoftRnic:
         peer_to_peer: bool = False,
         first_atomic_id: int = 1,
         stags: Sequence[int] = (),
+        spin_s: float = SPIN_S,
     ) -> None:
         if not 64 <= mulpdu <= 64768:
             raise FabricError(f"mulpdu is {mulpdu}: it must be between 64 and 64768 octets (RFC 5044, section 5.1)")
-        self._device = _native.open_device(mulpdu, congestion, first_atomic_id, list(stags), peer_to_peer)
+        if not 0 <= spin_s <= 0.01:
+            raise FabricError(f"spin_s is {spin_s}: it must be between 0 and 0.01 seconds")
+        self._device = _native.open_device(mulpdu, congestion, first_atomic_id, list(stags), peer_to_peer, spin_s)
         self._close = weakref.finalize(self, self._device.close)
 
     def alloc_pd(self) -> ProtectionDomain:
@@ -311,6 +341,18 @@ class SoftRnic:
 
     def close(self) -> None:
         self._close()
+
+
+_NOTHING: Array = np.empty(0, COMPLETION)
+
+
+def _column(values: ArrayLike, kind: str, count: int) -> Array:
+    array = np.asarray(values, kind)
+    if array.ndim == 0:
+        return np.full(count, array)
+    if array.shape != (count,):
+        raise ValueError(f"{array.size} values for {count} handles: a batch of LOADs has as many handles as other values")
+    return np.ascontiguousarray(array)
 
 
 def _own(pd: ProtectionDomainLike, cq: CompletionQueueLike) -> tuple[ProtectionDomain, CompletionQueue]:

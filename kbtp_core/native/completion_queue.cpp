@@ -17,7 +17,7 @@ CompletionQueue::~CompletionQueue() { ::close(event_fd_); }
 
 void CompletionQueue::signal() {
     filled_.notify_all();
-    if (signaled_ || !fd_wanted_) return;
+    if (signaled_ || (!fd_wanted_ && sleeping_ == 0)) return;
     signaled_ = true;
     const u64 one = 1;
     [[maybe_unused]] auto n = ::write(event_fd_, &one, sizeof one);  // fails only when the counter is full, which is signaled too
@@ -46,10 +46,26 @@ std::size_t CompletionQueue::poll(std::span<Completion> out) {
     return n;
 }
 
+std::vector<u64> CompletionQueue::poll_loads() {
+    std::vector<u64> sequences;
+    std::lock_guard lock(mutex_);
+    for (; !queue_.empty() && queue_.front().op == Op::loads && queue_.front().status == Status::ok; queue_.pop_front())
+        sequences.push_back(queue_.front().wr_id);
+    if (queue_.empty()) quiet();
+    return sequences;
+}
+
+bool CompletionQueue::is_empty() {
+    std::lock_guard lock(mutex_);
+    return queue_.empty();
+}
+
 bool CompletionQueue::wait(double timeout_s) {
     const auto timeout = std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(std::clamp(timeout_s, 0.0, 1e6)));
+    const TimePoint until = Clock::now() + timeout;
+    if (const auto pair = sole_pair()) pair->drive(until);
     std::unique_lock lock(mutex_);
-    filled_.wait_for(lock, timeout, [this] { return !queue_.empty() || woken_; });
+    if (queue_.empty() && !woken_ && Clock::now() < until) filled_.wait_until(lock, until, [this] { return !queue_.empty() || woken_; });
     if (!queue_.empty()) return true;
     woken_ = false;
     quiet();
@@ -61,6 +77,33 @@ int CompletionQueue::fd() {
     fd_wanted_ = true;
     if (!queue_.empty()) signal();
     return event_fd_;
+}
+
+void CompletionQueue::attach(std::weak_ptr<Drivable> pair) {
+    std::lock_guard lock(mutex_);
+    pair_ = ++attached_ == 1 ? std::move(pair) : std::weak_ptr<Drivable>();
+}
+
+std::shared_ptr<Drivable> CompletionQueue::sole_pair() {
+    std::lock_guard lock(mutex_);
+    return queue_.empty() && !woken_ ? pair_.lock() : nullptr;
+}
+
+bool CompletionQueue::has_news() {
+    std::lock_guard lock(mutex_);
+    return !queue_.empty() || woken_;
+}
+
+int CompletionQueue::begin_sleep() {
+    std::lock_guard lock(mutex_);
+    if (!queue_.empty() || woken_) return -1;
+    ++sleeping_;
+    return event_fd_;
+}
+
+void CompletionQueue::end_sleep() {
+    std::lock_guard lock(mutex_);
+    --sleeping_;
 }
 
 void CompletionQueue::wake() {

@@ -1,6 +1,7 @@
 #include "crc32c.hpp"
 
 #include <array>
+#include <type_traits>
 
 #if defined(__x86_64__)
 #include <nmmintrin.h>
@@ -13,7 +14,8 @@
 namespace kbtp {
 namespace {
 
-constexpr u32 kPolynomial = 0x82F63B78;  // reflected 0x1EDC6F41
+constexpr std::size_t kAroundMinimum = 2048;  // shorter copies are better left in the caches
+constexpr u32 kPolynomial = 0x82F63B78;       // reflected 0x1EDC6F41
 
 // Slicing by eight: table[k][b] is the CRC of octet b followed by k zero octets.
 constexpr auto make_tables() {
@@ -33,7 +35,8 @@ constexpr auto kTables = make_tables();
 
 // The instruction has a latency of three cycles and a throughput of one, so three streams run side by side and are joined
 // at the end of each stride. Joining needs "advance a CRC over n zero octets", a linear map: one table of 4 x 256 for each n.
-constexpr std::size_t kLong = 4096, kShort = 256;
+// The middle stride is for pages of 4 KiB.
+constexpr std::size_t kLong = 4096, kMiddle = 1344, kShort = 256, kLine = 64;
 
 using ZeroMap = std::array<std::array<u32, 256>, 4>;
 
@@ -73,25 +76,79 @@ u64 load8(const u8* at) {
     return v;
 }
 
+// What is done with each line of memory besides, where it is at hand anyway. `last` says that no octets follow the three runs.
+struct Nothing {
+    void start(std::size_t, bool) {}
+    void line(const u8*, std::size_t) const {}
+};
+
+// Ask for what comes next, so that it is there in time: memory that nobody has touched lately costs several times its checksum.
+struct FetchAhead {
+    const u8 *after, *next;  // behind these octets, and elsewhere once they end
+    const u8* from = nullptr;
+    void start(std::size_t size, bool last) {
+        after += size;
+        from = last ? next : after;
+    }
+    void line(const u8*, std::size_t at) const {
+        if (from) __builtin_prefetch(from + at);
+    }
+};
+
+// Copy to 16-aligned memory, around the caches: it is not read before it is written, and does not push out what is in use.
+struct CopyAround {
+    u8* to;
+    u8* at_start = nullptr;
+    void start(std::size_t size, bool) {
+        at_start = to;
+        to += size;
+    }
+    void line(const u8* from, std::size_t at) const {
+#if defined(__x86_64__)
+        for (std::size_t k = 0; k < kLine; k += 16)
+            _mm_stream_si128(reinterpret_cast<__m128i*>(at_start + at + k), _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + k)));
+#else
+        std::memcpy(at_start + at, from, kLine);
+#endif
+    }
+};
+
 // Three runs of `stride` octets at p, p + stride and p + 2 * stride, joined.
-template <std::size_t stride>
-KBTP_CRC_TARGET u32 three_way(u32 crc, const u8* p, const ZeroMap& over_stride) {
+template <std::size_t stride, class Besides>
+KBTP_CRC_TARGET u32 three_way(u32 crc, const u8* p, const ZeroMap& over_stride, const Besides& besides) {
+    static_assert(stride % kLine == 0);
     u64 a = crc, b = 0, c = 0;
-    for (std::size_t i = 0; i < stride; i += 8) {
-        a = step8(a, load8(p + i));
-        b = step8(b, load8(p + stride + i));
-        c = step8(c, load8(p + 2 * stride + i));
+    for (std::size_t line = 0; line < stride; line += kLine) {
+        for (std::size_t run = 0; run < 3 * stride; run += stride) besides.line(p + run + line, run + line);
+        for (std::size_t i = line; i < line + kLine; i += 8) {
+            a = step8(a, load8(p + i));
+            b = step8(b, load8(p + stride + i));
+            c = step8(c, load8(p + 2 * stride + i));
+        }
     }
     u32 joined = apply(over_stride, static_cast<u32>(a)) ^ static_cast<u32>(b);
     return apply(over_stride, joined) ^ static_cast<u32>(c);
 }
 
-KBTP_CRC_TARGET u32 crc32c_instruction(u32 crc, const void* data, std::size_t size) {
-    static const ZeroMap over_long = make_zero_map(kLong), over_short = make_zero_map(kShort);
-    const u8* p = static_cast<const u8*>(data);
+const ZeroMap kOverLong = make_zero_map(kLong), kOverMiddle = make_zero_map(kMiddle), kOverShort = make_zero_map(kShort);
+
+// The CRC (inverted) of as much as three-way runs can take; moves `p` and `size` on.
+template <std::size_t stride, class Besides>
+KBTP_CRC_TARGET u32 runs(u32 crc, const u8*& p, std::size_t& size, const ZeroMap& over_stride, Besides& besides) {
+    for (; size >= 3 * stride; size -= 3 * stride, p += 3 * stride) {
+        besides.start(3 * stride, size < 3 * stride + 3 * kShort);
+        crc = three_way<stride>(crc, p, over_stride, besides);
+    }
+    return crc;
+}
+
+template <class Besides>
+KBTP_CRC_TARGET u32 crc32c_instruction(u32 crc, const u8* p, std::size_t size, Besides& besides) {
     crc = ~crc;
-    for (; size >= 3 * kLong; size -= 3 * kLong, p += 3 * kLong) crc = three_way<kLong>(crc, p, over_long);
-    for (; size >= 3 * kShort; size -= 3 * kShort, p += 3 * kShort) crc = three_way<kShort>(crc, p, over_short);
+    crc = runs<kLong>(crc, p, size, kOverLong, besides);
+    crc = runs<kMiddle>(crc, p, size, kOverMiddle, besides);
+    crc = runs<kShort>(crc, p, size, kOverShort, besides);
+    if constexpr (std::is_same_v<Besides, CopyAround>) std::memcpy(besides.to, p, size);
     u64 wide = crc;
     for (; size >= 8; size -= 8, p += 8) wide = step8(wide, load8(p));
     crc = static_cast<u32>(wide);
@@ -107,17 +164,9 @@ bool cpu_has_instruction() {
 #endif
 }
 
-#endif
+const bool kHasInstruction = cpu_has_instruction();
 
-using Function = u32 (*)(u32, const void*, std::size_t);
-
-Function choose() {
-#if defined(__x86_64__) || (defined(__aarch64__) && defined(__linux__))
-    if (cpu_has_instruction()) return crc32c_instruction;
 #endif
-    return crc32c_portable;
-}
-const Function kChosen = choose();
 
 }  // namespace
 
@@ -134,15 +183,56 @@ u32 crc32c_portable(u32 crc, const void* data, std::size_t size) {
     return ~crc;
 }
 
-u32 crc32c_extend(u32 crc, const void* data, std::size_t size) { return kChosen(crc, data, size); }
+#if defined(__x86_64__) || (defined(__aarch64__) && defined(__linux__))
+
+u32 crc32c_extend(u32 crc, const void* data, std::size_t size) {
+    if (!kHasInstruction) return crc32c_portable(crc, data, size);
+    Nothing nothing;
+    return crc32c_instruction(crc, static_cast<const u8*>(data), size, nothing);
+}
+
+u32 crc32c_extend_cold(u32 crc, const void* data, std::size_t size, const void* next) {
+    if (!kHasInstruction) return crc32c_portable(crc, data, size);
+    FetchAhead ahead{static_cast<const u8*>(data), static_cast<const u8*>(next)};
+    return crc32c_instruction(crc, static_cast<const u8*>(data), size, ahead);
+}
+
+u32 crc32c_copy(u32 crc, void* to, const void* from, std::size_t size) {
+    if (!kHasInstruction || size < kAroundMinimum || reinterpret_cast<std::uintptr_t>(to) % 16 != 0) {
+        std::memcpy(to, from, size);
+        return crc32c_extend(crc, from, size);
+    }
+    CopyAround copy{static_cast<u8*>(to)};
+    crc = crc32c_instruction(crc, static_cast<const u8*>(from), size, copy);
+    return crc;
+}
+
+void crc32c_copy_fence() {
+#if defined(__x86_64__)
+    _mm_sfence();  // stores around the caches are not in order with others
+#endif
+}
 
 const char* crc32c_implementation() {
-    if (kChosen == crc32c_portable) return "portable";
+    if (!kHasInstruction) return "portable";
 #if defined(__x86_64__)
     return "sse4.2";
 #else
     return "arm-crc";
 #endif
 }
+
+#else
+
+u32 crc32c_extend(u32 crc, const void* data, std::size_t size) { return crc32c_portable(crc, data, size); }
+u32 crc32c_extend_cold(u32 crc, const void* data, std::size_t size, const void*) { return crc32c_portable(crc, data, size); }
+u32 crc32c_copy(u32 crc, void* to, const void* from, std::size_t size) {
+    std::memcpy(to, from, size);
+    return crc32c_portable(crc, from, size);
+}
+void crc32c_copy_fence() {}
+const char* crc32c_implementation() { return "portable"; }
+
+#endif
 
 }  // namespace kbtp

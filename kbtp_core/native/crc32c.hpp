@@ -10,6 +10,14 @@ namespace kbtp {
 // (initial and final inversion happen inside, so that crc(ab) == extend(crc(a), b)).
 u32 crc32c_extend(u32 crc, const void* data, std::size_t size);
 
+// The same over memory that is probably in no cache; meanwhile the `size` octets at `next` (may be null) are fetched ahead.
+u32 crc32c_extend_cold(u32 crc, const void* data, std::size_t size, const void* next);
+
+// Copy and continue a CRC over what was copied, in one pass.
+u32 crc32c_copy(u32 crc, void* to, const void* from, std::size_t size);
+// Before anybody is told of what was copied.
+void crc32c_copy_fence();
+
 // The table-driven form, for CPUs without an instruction and to check the other against.
 u32 crc32c_portable(u32 crc, const void* data, std::size_t size);
 

@@ -2,7 +2,7 @@
 
 #include <netinet/in.h>
 #include <netinet/tcp.h>
-#include <sys/epoll.h>
+#include <sched.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -18,6 +18,8 @@ namespace {
 constexpr int kEvents = 64;
 // A peer whose host vanished without a FIN: give up when it has acknowledged nothing for this long.
 constexpr unsigned kDeadPeerMs = 30'000;
+
+thread_local const Device* progressing = nullptr;  // the device whose progress thread this is
 
 int checked(int fd, const char* what) {
     if (fd < 0) throw std::system_error(errno, std::generic_category(), what);
@@ -67,16 +69,18 @@ bool Device::submit(std::function<void()> task) {
 }
 
 void Device::run() {
+    progressing = this;
     std::array<epoll_event, kEvents> events;
+    TimePoint spin_until{};
     while (!stopping_) {
-        const int n = ::epoll_wait(epoll_fd_, events.data(), kEvents, run_deadlines());
+        const int n = wait_for_events(events, spin_until);
         for (int i = 0; i < n; ++i) {
             if (auto* who = static_cast<Pollable*>(events[static_cast<std::size_t>(i)].data.ptr))
                 who->on_event(events[static_cast<std::size_t>(i)].events);
             else
                 run_tasks();
         }
-        graveyard_.clear();
+        bury();
     }
     // Whatever still lives ends here, on the thread that owns it.
     std::vector<std::shared_ptr<QueuePair>> pairs;
@@ -84,10 +88,33 @@ void Device::run() {
         std::lock_guard lock(pairs_mutex_);
         for (auto& [number, pair] : pairs_) pairs.push_back(pair);
     }
-    for (auto& pair : pairs) pair->end(0, 0, Status::ok);
+    for (auto& pair : pairs) pair->end_now();
     listeners_.clear();
-    graveyard_.clear();
+    {
+        std::lock_guard lock(pairs_mutex_);
+        finished_ = true;
+    }
+    bury();
     timed_.clear();
+}
+
+// What comes soon after an event, as the next request of a peer does, is seen without going to sleep in between. The core goes to whoever
+// wants it meanwhile.
+int Device::wait_for_events(std::span<epoll_event> events, TimePoint& spin_until) {
+    const auto wait = [&](int timeout_ms) { return ::epoll_wait(epoll_fd_, events.data(), static_cast<int>(events.size()), timeout_ms); };
+    const int timeout_ms = run_deadlines();
+    int n = 0;
+    if (options_.spin > Clock::duration::zero() && timeout_ms != 0)
+        while ((n = wait(0)) == 0 && Clock::now() < spin_until) ::sched_yield();
+    if (n == 0) n = wait(timeout_ms);
+    if (n > 0) spin_until = Clock::now() + options_.spin;
+    return n;
+}
+
+void Device::bury() {
+    std::vector<std::shared_ptr<Pollable>> dead;
+    std::lock_guard lock(pairs_mutex_);
+    dead.swap(graveyard_);
 }
 
 void Device::run_tasks() {
@@ -106,17 +133,17 @@ int Device::run_deadlines() {
     const auto now = Clock::now();
     for (std::size_t i = 0; i < timed_.size();) {
         auto who = timed_[i].lock();
-        if (who && who->deadline <= now) {
-            who->deadline = TimePoint::max();
-            who->on_deadline();
+        TimePoint due = who ? who->deadline.load() : TimePoint::max();
+        if (due <= now) {
+            if (who->deadline.compare_exchange_strong(due, TimePoint::max())) who->on_deadline();
             continue;  // it may have set another one, or may be gone
         }
-        if (!who || who->deadline == TimePoint::max()) {
+        if (due == TimePoint::max()) {
             timed_[i] = std::move(timed_.back());
             timed_.pop_back();
             continue;
         }
-        next = std::min(next, who->deadline);
+        next = std::min(next, due);
         ++i;
     }
     if (next == TimePoint::max()) return -1;
@@ -124,6 +151,10 @@ int Device::run_deadlines() {
 }
 
 void Device::time(std::shared_ptr<Pollable> who) {
+    if (progressing != this) {
+        submit([this, who = std::move(who)] { time(who); });
+        return;
+    }
     for (const auto& known : timed_)
         if (known.lock() == who) return;
     timed_.push_back(who);
@@ -142,7 +173,8 @@ void Device::rearm(int fd, Pollable* who, u32 events) {
 void Device::unwatch(int fd) { ::epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, fd, nullptr); }
 
 std::shared_ptr<QueuePair> Device::create_qp(u32 pd, std::shared_ptr<CompletionQueue> cq, QueueLimits limits) {
-    auto pair = std::make_shared<QueuePair>(shared_from_this(), next_qp_.fetch_add(1), pd, std::move(cq), limits);
+    auto pair = std::make_shared<QueuePair>(shared_from_this(), next_qp_.fetch_add(1), pd, cq, limits);
+    cq->attach(pair);
     std::lock_guard lock(pairs_mutex_);
     pairs_[pair->number()] = pair;
     return pair;
@@ -152,8 +184,13 @@ void Device::forget(QueuePair& qp) {
     std::lock_guard lock(pairs_mutex_);
     const auto it = pairs_.find(qp.number());
     if (it == pairs_.end()) return;
-    graveyard_.push_back(it->second);
+    if (!finished_) graveyard_.push_back(it->second);
     pairs_.erase(it);
+}
+
+void Device::keep_until_idle(std::shared_ptr<Pollable> who) {
+    std::lock_guard lock(pairs_mutex_);
+    if (!finished_) graveyard_.push_back(std::move(who));
 }
 
 void Device::forget(const Listener& listener) {

@@ -1,7 +1,10 @@
 // A software RNIC: the region table, the queue pairs and listeners, and the progress thread that drives them.
 //
-// The progress thread waits in epoll; other threads reach it through `submit`. Everything that changes a queue pair's state runs on it.
+// The progress thread waits in epoll; other threads reach it through `submit`. Everything that changes a queue pair's state runs on it, or
+// on a thread that waits for that pair and holds its progress lock.
 #pragma once
+
+#include <sys/epoll.h>
 
 #include <atomic>
 #include <functional>
@@ -20,6 +23,7 @@ struct DeviceOptions {
     u32 mulpdu = 61440 + wire::kUntaggedHeader;  // largest ULPDU that is sent
     std::string congestion;                      // TCP congestion control for peers on this host; empty: the system's
     u32 first_atomic_id = 1;
+    Clock::duration spin{};  // how long a thread looks for more before it sleeps
     std::deque<u32> fixed_stags;
     bool peer_to_peer = false;  // connect so that either side may send first
 };
@@ -46,19 +50,21 @@ class Device : public std::enable_shared_from_this<Device> {
     // Progress thread only.
     void watch(int fd, Pollable* who, u32 events);
     void unwatch(int fd);
-    void forget(QueuePair& qp);
     void forget(const Listener& listener);
-    void time(std::shared_ptr<Pollable> who);  // its `deadline` is kept from now on
-    void keep_until_idle(std::shared_ptr<Pollable> who) { graveyard_.push_back(std::move(who)); }
 
-    // Any thread: ask for or drop writability events of a watched socket.
-    void rearm(int fd, Pollable* who, u32 events);
+    // Any thread.
+    void forget(QueuePair& qp);
+    void time(std::shared_ptr<Pollable> who);  // its `deadline`, set before, is kept from now on
+    void keep_until_idle(std::shared_ptr<Pollable> who);
+    void rearm(int fd, Pollable* who, u32 events);  // what is waited for on a watched socket
 
     void configure_socket(int fd, bool is_local_peer) const;
 
   private:
     void run();
+    int wait_for_events(std::span<epoll_event> events, TimePoint& spin_until);
     void run_tasks();
+    void bury();
     int run_deadlines();  // returns milliseconds until the next one, or -1
 
     const DeviceOptions options_;
@@ -71,15 +77,24 @@ class Device : public std::enable_shared_from_this<Device> {
     std::vector<std::function<void()>> tasks_;
     bool closed_ = false;
 
-    std::mutex pairs_mutex_;  // guards pairs_
+    std::mutex pairs_mutex_;  // guards the three below
     std::unordered_map<u32, std::shared_ptr<QueuePair>> pairs_;
+    std::vector<std::shared_ptr<Pollable>> graveyard_;  // ended during this round of events, whose pointers may still be in it
+    bool finished_ = false;                             // there will be no more rounds
 
     // Progress thread only.
     std::vector<std::shared_ptr<Listener>> listeners_;
     std::vector<std::weak_ptr<Pollable>> timed_;
-    std::vector<std::shared_ptr<Pollable>> graveyard_;  // ended during this round of events, whose pointers may still be in it
     std::thread thread_;
 };
+
+template <class Task>
+bool QueuePair::later(Task task) {
+    return device_->submit([self = shared_from_this(), task = std::move(task)]() mutable {
+        const std::lock_guard lock(self->progress_mutex_);
+        task(*self);
+    });
+}
 
 // A peer whose MPA Request is being read, or waits for an answer.
 class PendingConnection : public Pollable, public std::enable_shared_from_this<PendingConnection> {

@@ -110,6 +110,13 @@ class Executor {
         return handle - base_handle_ < entries_ ? std::optional(handle - base_handle_) : std::nullopt;
     }
     Entry entry(u64 index) const;
+    // A request for this handle will come soon: have its entry at hand.
+    void expect(u64 handle) const {
+        const auto index = index_of(handle);
+        if (!index) return;
+        __builtin_prefetch(table_ + 16 * *index);
+        __builtin_prefetch(&readers_[*index], 1);
+    }
 
     // --- readers, any thread ------------------------------------------------------------------------------------------------
     // One more reader of `index`, if its entry still has these flags and this generation.

@@ -38,6 +38,10 @@ class ExecutorSession {
     ExecutorSession(std::shared_ptr<Executor> executor, std::optional<StoreGrant> grant, u64 pool_bytes)
         : executor_(std::move(executor)), grant_(executor_->has_pool() ? grant : std::nullopt), pool_bytes_(pool_bytes) {}
 
+    // This is the beginning of the message after the one that `take` is about to see.
+    void foresee(std::span<const u8> message) const {
+        if (message.size() >= kHeader) executor_->expect(load_be<u64>(&message[12]));
+    }
     // A message has arrived whole. Nothing: it is for the software target. `is_up`: the software target has unanswered messages of this
     // session. `may_read`: the peer answers RDMA Reads.
     std::optional<Work> take(std::span<const u8> message, bool is_up, bool may_read);

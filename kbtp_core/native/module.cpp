@@ -7,6 +7,9 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <limits>
+#include <string_view>
+
 #include "crc32c.hpp"
 #include "device.hpp"
 
@@ -88,6 +91,8 @@ void bind_regions(nb::module_& m) {
                  const Buffer buffer(out, true);
                  return q.poll(buffer.as<Completion>());
              })
+        .def("poll_loads", &CompletionQueue::poll_loads)
+        .def_prop_ro("is_empty", &CompletionQueue::is_empty)
         .def("wait", &CompletionQueue::wait, nb::call_guard<nb::gil_scoped_release>())
         .def("wake", &CompletionQueue::wake)
         .def("fileno", &CompletionQueue::fd);
@@ -193,16 +198,54 @@ void bind_executor(nb::module_& m) {
         nb::arg("executor"), nb::arg("grant").none(), nb::arg("pool_bytes"));
 }
 
-// Posts a batch of LOADs; the batch, or the reason why not.
+// n values of one kind: an array of exactly that type, or an int that stands for all.
+template <class T>
+class Column {
+  public:
+    // Throws TypeError if `values` is neither.
+    explicit Column(nb::handle values) {
+        if (PyLong_Check(values.ptr())) {
+            const unsigned long long value = PyLong_AsUnsignedLongLong(values.ptr());
+            if (PyErr_Occurred()) throw nb::python_error();
+            if (value > std::numeric_limits<T>::max()) throw nb::type_error("a number that does not fit");
+            all_ = static_cast<T>(value);
+            return;
+        }
+        if (!PyObject_CheckBuffer(values.ptr()) || PyObject_GetBuffer(values.ptr(), &view_, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) != 0) {
+            PyErr_Clear();
+            throw nb::type_error("neither a number nor a contiguous array");
+        }
+        const std::string_view format = view_.format ? view_.format : "";
+        if (view_.ndim != 1 || view_.itemsize != sizeof(T) || format.size() != 1 ||
+            std::string_view("HILQ").find(format[0]) == format.npos) {
+            PyBuffer_Release(&view_);
+            throw nb::type_error("an array of another type or shape");
+        }
+    }
+    ~Column() {
+        if (view_.obj) PyBuffer_Release(&view_);
+    }
+    Column(const Column&) = delete;
+    Column& operator=(const Column&) = delete;
+
+    bool is_array() const { return view_.obj != nullptr; }
+    std::size_t size() const { return static_cast<std::size_t>(view_.len) / sizeof(T); }
+    bool fits(std::size_t count) const { return !is_array() || size() == count; }
+    T operator[](std::size_t i) const { return is_array() ? static_cast<const T*>(view_.buf)[i] : all_; }
+
+  private:
+    Py_buffer view_{};
+    T all_ = 0;
+};
+
+// Posts a batch of LOADs; the batch, or None if the pair has ended. Throws TypeError for values that have to be converted first.
 nb::object post_loads(QueuePair& q, u32 sequence, nb::handle handles, nb::handle generations, u32 stag, nb::handle offsets,
                       nb::handle lengths, u16 flags) {
-    const Buffer handle_buffer(handles, false), generation_buffer(generations, false), offset_buffer(offsets, false),
-        length_buffer(lengths, false);
-    const auto h = handle_buffer.as<const u64>();
-    const auto g = generation_buffer.as<const u16>();
-    const auto o = offset_buffer.as<const u64>();
-    const auto l = length_buffer.as<const u32>();
-    if (h.empty() || g.size() != h.size() || o.size() != h.size() || l.size() != h.size())
+    const Column<u64> h(handles), o(offsets);
+    const Column<u16> g(generations);
+    const Column<u32> l(lengths);
+    if (!h.is_array()) throw nb::type_error("handles are an array");
+    if (h.size() == 0 || !g.fits(h.size()) || !o.fits(h.size()) || !l.fits(h.size()))
         throw std::invalid_argument("a batch of LOADs has as many handles as generations, offsets and lengths, and at least one");
     std::shared_ptr<LoadBatch> batch;
     auto posted = QueuePair::Posted::ok;
@@ -217,7 +260,7 @@ nb::object post_loads(QueuePair& q, u32 sequence, nb::handle handles, nb::handle
 }
 
 void bind_queue_pair(nb::module_& m) {
-    nb::class_<LoadBatch>(m, "LoadBatch").def_prop_ro("sequence", &LoadBatch::sequence);
+    nb::class_<LoadBatch>(m, "LoadBatch").def_prop_ro("count", &LoadBatch::count).def_prop_ro("failed_count", &LoadBatch::failed);
 
     nb::class_<QueuePair>(m, "QueuePair")
         .def_prop_ro("number", &QueuePair::number)
@@ -309,9 +352,11 @@ NB_MODULE(_native, m) {
     bind_device(m);
     m.def(
         "open_device",
-        [](u32 mulpdu, const std::string& congestion, u32 first_atomic_id, const std::vector<u32>& stags, bool peer_to_peer) {
-            auto device =
-                std::make_shared<Device>(DeviceOptions{mulpdu, congestion, first_atomic_id, {stags.begin(), stags.end()}, peer_to_peer});
+        [](u32 mulpdu, const std::string& congestion, u32 first_atomic_id, const std::vector<u32>& stags, bool peer_to_peer,
+           double spin_s) {
+            const auto spin = std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(spin_s));
+            auto device = std::make_shared<Device>(
+                DeviceOptions{mulpdu, congestion, first_atomic_id, spin, {stags.begin(), stags.end()}, peer_to_peer});
             device->start();
             return device;
         },
@@ -322,5 +367,15 @@ NB_MODULE(_native, m) {
     m.def(
         "crc32c_portable", [](const nb::bytes& data, u32 crc) { return crc32c_portable(crc, data.data(), data.size()); }, nb::arg("data"),
         nb::arg("crc") = 0);
+    m.def(
+        "crc32c_copy",
+        [](nb::handle to, const nb::bytes& from, u32 crc) {
+            const Buffer buffer(to, true);
+            if (buffer.size() != from.size()) throw std::invalid_argument("as many octets to as from");
+            const u32 copied = crc32c_copy(crc, buffer.data(), from.data(), from.size());
+            crc32c_copy_fence();
+            return copied;
+        },
+        nb::arg("to"), nb::arg("from"), nb::arg("crc") = 0);
     m.def("crc32c_implementation", &crc32c_implementation);
 }

@@ -1,7 +1,8 @@
 // What happens when a message has arrived whole: delivery to the ULP, answers to Reads and atomics, the executor, and the Terminate.
-// Progress thread only.
+// Everything here runs under progress_mutex_.
 #include <algorithm>
 
+#include "crc32c.hpp"
 #include "device.hpp"
 
 namespace kbtp {
@@ -148,14 +149,63 @@ void QueuePair::on_terminate(const u8* payload, u32 n) {
     end(code.packed(), completion_flag::remote, Status::ok);
 }
 
-// An answer to a LOAD of the requester. The receive buffer that it would have used stays posted. Anything else goes up.
-bool QueuePair::take_answer(const wire::Segment& s, const u8* payload, u32 n) {
+// Whether a Send can be an answer to a LOAD of the requester. Its CRC was good.
+bool QueuePair::may_be_answer(const wire::Segment& s, const u8* payload, u32 n) const {
     if (!has_requester_ || n != LoadBatch::kAnswer || s.tagged || !s.last || s.offset != 0 || inbound_ || s.msn != expected_send_msn_)
         return false;
     if (check_kind(s) || (s.opcode != wire::opcode::send && s.opcode != wire::opcode::send_se)) return false;
+    return LoadBatch::is_completion(std::span<const u8, LoadBatch::kAnswer>(payload, LoadBatch::kAnswer));
+}
+
+// The LOAD that this answers wants no data any more.
+void QueuePair::forget_foretold(const u8* payload) {
     const std::span<const u8, LoadBatch::kAnswer> answer(payload, LoadBatch::kAnswer);
-    if (!LoadBatch::is_completion(answer)) return false;
+    const u32 sequence = LoadBatch::sequence_of(answer), index = LoadBatch::index_of(answer);
+    for (int look = 0; look < 2; ++look, foretell())
+        for (std::size_t i = 0; i < foretold_.size(); ++i)  // the oldest, usually; a target may answer in any order
+            if (foretold_[i].sequence == sequence && foretold_[i].index == index)
+                return i == 0 ? foretold_.pop_front() : foretold_.erase(i);
+}
+
+// Take over what the transmit half has asked for since.
+void QueuePair::foretell() {
     std::lock_guard lock(tx_mutex_);
+    for (; !expected_writes_.empty(); expected_writes_.pop_front()) foretold_.push_back(std::move(expected_writes_.front()));
+}
+
+// Leave the fast path: let go of the memory that Writes went to, and match the answers that were put aside. Before anything else is done
+// with a frame, and before what was read is forgotten.
+void QueuePair::settle_answers() {
+    if (pinned_) {
+        crc32c_copy_fence();
+        pinned_->unpin();
+        pinned_.reset();
+    }
+    if (answers_.empty()) return;
+    expected_send_msn_ -= static_cast<u32>(answers_.size());  // counted again one by one
+    for (std::size_t i = 0; i < answers_.size(); ++i) {
+        {
+            std::lock_guard lock(tx_mutex_);
+            while (i < answers_.size() && take_answer(answers_[i] + wire::kLengthField + wire::kUntaggedHeader)) ++i;
+        }
+        if (i < answers_.size() && is_open() && state_.load() != State::terminating) hand_up(answers_[i]);
+    }
+    answers_.clear();
+}
+
+// An answer to no LOAD of the requester is a message like any other.
+void QueuePair::hand_up(const u8* frame) {
+    frame_ = frame;
+    frame_ulpdu_ = load_be<u16>(frame);
+    const wire::Segment segment = wire::decode_segment(frame + wire::kLengthField);
+    const u8* payload = frame + wire::kLengthField + wire::kUntaggedHeader;
+    const auto at = admit(segment, LoadBatch::kAnswer);
+    if (at && place(segment, *at, payload, LoadBatch::kAnswer)) placed(segment, payload, LoadBatch::kAnswer);
+}
+
+// With tx_mutex_ held. The receive buffer that the answer would have used stays posted. False: it answers nothing that was asked.
+bool QueuePair::take_answer(const u8* payload) {
+    const std::span<const u8, LoadBatch::kAnswer> answer(payload, LoadBatch::kAnswer);
     const auto found = loads_.find(LoadBatch::sequence_of(answer));
     if (found == loads_.end() || !found->second->settle(answer)) return false;
     ++expected_send_msn_;

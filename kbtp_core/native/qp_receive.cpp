@@ -1,4 +1,4 @@
-// The receive half: from the socket to registered memory and to completions. Progress thread only.
+// The receive half: from the socket to registered memory and to completions. Everything here runs under progress_mutex_.
 #include <sys/socket.h>
 #include <sys/uio.h>
 
@@ -15,6 +15,7 @@ namespace {
 constexpr std::size_t kStaging = 256 * 1024;
 constexpr std::size_t kEventBudget = 2 * 1024 * 1024;  // octets of one pair before the others have their turn
 constexpr u32 kDirectMinimum = 8 * 1024;               // smaller payloads are cheaper to copy than to ask the kernel for
+constexpr u32 kForetoldMinimum = 1024;                 // smaller ones gain nothing from being copied and checked at once
 // Read past a frame that will be placed directly, or staged whole: enough for its trailer and the next frame's header, so that the next
 // one can go directly too.
 constexpr std::size_t kLookAhead = 64;
@@ -40,6 +41,7 @@ void QueuePair::receive() {
             continue;
         }
         parse();
+        if (ran_dry_) break;  // asking again would only say so; what comes later is an event of its own
     }
     if (replies_waiting_) {
         replies_waiting_ = false;
@@ -64,6 +66,7 @@ std::ptrdiff_t QueuePair::fill() {
         if (ulpdu > kDirectMinimum) want = std::min(want, wire::fpdu_size(ulpdu) - available + kLookAhead);
     }
     const ssize_t n = ::recv(fd_, staging_.data() + end_, want, MSG_DONTWAIT);
+    ran_dry_ = n > 0 && static_cast<std::size_t>(n) < want;
     if (n > 0) {
         end_ += static_cast<std::size_t>(n);
         stats_.bytes_received += static_cast<u64>(n);
@@ -98,6 +101,7 @@ std::ptrdiff_t QueuePair::fill_direct() {
         }
     }
     const ssize_t n = ::readv(fd_, pieces.data(), static_cast<int>(pieces.size()));
+    ran_dry_ = n > 0 && static_cast<std::size_t>(n) < direct_bytes;
     if (n <= 0) return n;
     stats_.bytes_received += static_cast<u64>(n);
     std::size_t placed = std::min<std::size_t>(static_cast<std::size_t>(n), direct_bytes);
@@ -113,6 +117,11 @@ std::ptrdiff_t QueuePair::fill_direct() {
 }
 
 void QueuePair::parse() {
+    parse_frames();
+    settle_answers();
+}
+
+void QueuePair::parse_frames() {
     while (is_open() && state_.load() != State::terminating) {
         if (direct_.active) {
             if (!finish_direct()) return;
@@ -128,6 +137,8 @@ void QueuePair::parse() {
             return;
         }
         begin_ += size;
+        constexpr std::size_t head = wire::kLengthField + wire::kUntaggedHeader;
+        if (has_executor_ && available > size + head) executor_->foresee({frame + size + head, available - size - head});
         take_frame(frame, ulpdu);
     }
 }
@@ -138,8 +149,9 @@ bool QueuePair::start_direct(u32 ulpdu, std::size_t available) {
         return false;
     const u8* frame = &staging_[begin_];
     const wire::Segment segment = wire::decode_segment(frame + wire::kLengthField);
-    if (check_kind(segment) || !goes_as_foretold(segment)) return false;
     const u32 header = segment.header_size(), payload = ulpdu - header;
+    if (check_kind(segment) || !goes_as_foretold(segment, payload)) return false;
+    settle_answers();
     Placement at;
     std::optional<wire::TerminateCode> wrong;
     if (segment.opcode == wire::opcode::write)
@@ -191,12 +203,15 @@ void QueuePair::take_frame(const u8* frame, u32 ulpdu) {
     for (int i = 0; i < 4; ++i) sent |= u32{frame[covered + i]} << (8 * i);
     frame_ = nullptr;
     ++stats_.fpdus_received;
+    if (take_foretold(frame, ulpdu, sent)) return;
     if (crc32c_extend(0, frame, covered) != sent) {
+        settle_answers();
         ++stats_.crc_errors;
         return fail(wire::error::bad_crc);
     }
     const u8* body = frame + wire::kLengthField;
     if (ulpdu < wire::kTaggedHeader || (!wire::is_tagged(body[0]) && ulpdu < wire::kUntaggedHeader)) {
+        settle_answers();
         may_answer();
         return fail(wire::error::ddp_catastrophic);
     }
@@ -211,11 +226,52 @@ void QueuePair::take_frame(const u8* frame, u32 ulpdu) {
         ++expected_send_msn_;  // the ready-to-receive Send of RFC 6581 is not for the ULP
         return;
     }
-    if (take_answer(segment, payload, n) || execute(segment, payload, n)) return;
+    if (may_be_answer(segment, payload, n)) {
+        ++expected_send_msn_;
+        forget_foretold(payload);
+        return answers_.push_back(frame);
+    }
+    settle_answers();
+    frame_ = frame;
+    frame_ulpdu_ = ulpdu;
+    if (execute(segment, payload, n)) return;
     const auto at = admit(segment, n);
     if (!at) return;
     if (!place(segment, *at, payload, n)) return;
     placed(segment, payload, n);
+}
+
+// A Write that can only go where it says is copied and checked in one pass. False, and nothing done, for any other frame.
+bool QueuePair::take_foretold(const u8* frame, u32 ulpdu, u32 crc_sent) {
+    if (!has_requester_ || ulpdu < kForetoldMinimum || !seen_frame_) return false;
+    const wire::Segment segment = wire::decode_segment(frame + wire::kLengthField);
+    const u32 head = wire::kLengthField + segment.header_size(), n = ulpdu - segment.header_size();
+    if (segment.opcode != wire::opcode::write || check_kind(segment) || !goes_as_foretold(segment, n)) return false;
+    if (check_write(segment, n)) return false;
+    if (pinned_ != write_region_) {
+        settle_answers();
+        if (!write_region_->pin()) return false;
+        pinned_ = write_region_;
+    }
+    pieces_.clear();
+    write_region_->gather(segment.offset, n, pieces_);
+    u32 crc = crc32c_extend(0, frame, head);
+    const u8* payload = frame + head;
+    for (const iovec& piece : pieces_) {
+        crc = crc32c_copy(crc, piece.iov_base, payload, piece.iov_len);
+        payload += piece.iov_len;
+    }
+    if (const u32 pad = wire::pad_for(ulpdu); pad > 0) crc = crc32c_extend(crc, frame + head + n, pad);
+    if (crc != crc_sent) {
+        settle_answers();
+        ++stats_.crc_errors;
+        fail(wire::error::bad_crc);
+        return true;
+    }
+    frame_ = frame;
+    frame_ulpdu_ = ulpdu;
+    placed(segment, nullptr, n);
+    return true;
 }
 
 // One good frame has arrived: from now on the passive side may send.
@@ -231,14 +287,14 @@ void QueuePair::may_answer() {
 
 bool QueuePair::place(const wire::Segment& s, const Placement& at, const u8* payload, u32 n) {
     if (!at.region || n == 0) return true;
-    const Pin pin(at.region);
+    const BorrowedPin pin(at.region.get());
     if (!pin) {
         place_gone(s);
         return false;
     }
-    IoVectors pieces;
-    at.region->gather(at.offset, n, pieces);
-    for (const iovec& p : pieces) {
+    pieces_.clear();
+    at.region->gather(at.offset, n, pieces_);
+    for (const iovec& p : pieces_) {
         std::memcpy(p.iov_base, payload, p.iov_len);
         payload += p.iov_len;
     }
@@ -312,16 +368,23 @@ std::optional<QueuePair::Placement> QueuePair::admit(const wire::Segment& s, u32
     return at;
 }
 
-std::optional<wire::TerminateCode> QueuePair::admit_write(const wire::Segment& s, u32 n, Placement& at) const {
-    if (n == 0) return s.last ? std::nullopt : std::optional(wire::error::rdmap_unspecified);  // STag and offset must not be looked at
-    const RegionPtr region = device_->regions().find(s.stag);
+// Whether a Write with n > 0 may go where it says, which is in write_region_ then.
+std::optional<wire::TerminateCode> QueuePair::check_write(const wire::Segment& s, u32 n) {
+    if (!write_region_ || write_region_->stag() != s.stag || !write_region_->is_valid()) write_region_ = device_->regions().find(s.stag);
+    const RegionPtr& region = write_region_;
     if (!region || !region->is_valid()) return wire::error::tagged_invalid_stag;
     if (region->pd() != pd_) return wire::error::tagged_other_stream;
     if (!region->has(access::remote_write)) return wire::error::tagged_invalid_stag;
     if (s.offset + n < s.offset) return wire::error::tagged_wrap;
     if (!region->contains(s.offset, n)) return wire::error::tagged_bounds;
-    at = {region, s.offset};
     return {};
+}
+
+std::optional<wire::TerminateCode> QueuePair::admit_write(const wire::Segment& s, u32 n, Placement& at) {
+    if (n == 0) return s.last ? std::nullopt : std::optional(wire::error::rdmap_unspecified);  // STag and offset must not be looked at
+    const auto wrong = check_write(s, n);
+    if (!wrong) at = {write_region_, s.offset};
+    return wrong;
 }
 
 std::optional<wire::TerminateCode> QueuePair::admit_read_response(const wire::Segment& s, u32 n, Placement& at) {
@@ -368,10 +431,23 @@ std::optional<wire::TerminateCode> QueuePair::admit_send(const wire::Segment& s,
 }
 
 // Whether a header that no CRC vouches for yet can only mean what the frames before it said would come.
-bool QueuePair::goes_as_foretold(const wire::Segment& s) const {
-    if (s.opcode == wire::opcode::write) return write_open_ && s.stag == write_stag_ && s.offset == write_next_;
+bool QueuePair::goes_as_foretold(const wire::Segment& s, u32 n) {
+    if (s.opcode == wire::opcode::write) {
+        if (write_open_) return s.stag == write_stag_ && s.offset == write_next_;
+        return answers_next_load(s, n);
+    }
     // A Read response and a Send are compared with the outstanding Read and the posted receive by `admit_*`.
     return s.opcode == wire::opcode::read_response || (s.opcode >= wire::opcode::send && s.opcode <= wire::opcode::send_se_invalidate);
+}
+
+// Whether a Write begins exactly where the oldest unanswered LOAD wants its data. If it should be meant for another place after all, it
+// spoils nothing but memory that this LOAD has given away until it is answered.
+bool QueuePair::answers_next_load(const wire::Segment& s, u32 n) {
+    if (!has_requester_) return false;
+    if (foretold_.empty()) foretell();
+    if (foretold_.empty()) return false;
+    const ExpectedWrite& next = foretold_.front();
+    return s.stag == next.stag && s.offset == next.offset && n <= next.length;
 }
 
 void QueuePair::placed(const wire::Segment& s, const u8* payload, u32 n) {

@@ -138,14 +138,13 @@ void QueuePair::pump_and_arm(std::size_t budget) {
         fin_sent_ = true;
         ::shutdown(fd_, SHUT_WR);
     }
-    if (fin_sent_ && peer_finished_ && state_.load() == State::closing)
-        device_->submit([self = shared_from_this()] { self->end(0, 0, Status::ok); });
+    if (fin_sent_ && peer_finished_ && state_.load() == State::closing) later([](QueuePair& self) { self.end(0, 0, Status::ok); });
 }
 
 void QueuePair::arm_write(bool wanted) {
     if (wanted == write_armed_ || !in_epoll_) return;
     write_armed_ = wanted;
-    device_->rearm(fd_, this, (reading_ ? EPOLLIN : 0u) | (wanted ? EPOLLOUT : 0u));
+    watch_socket();
 }
 
 void QueuePair::build_burst() {
@@ -153,7 +152,10 @@ void QueuePair::build_burst() {
     burst_.regions.clear();
     burst_.marked.clear();
     burst_.next = burst_.arena_used = burst_.copy_used = burst_.payload_bytes = burst_.fpdus = 0;
-    while (burst_.fpdus < kBurstFrames && burst_.payload_bytes < kBurstBytes && burst_.pieces.size() < kBurstPieces && !broken_) {
+    const auto has_room = [this] {
+        return burst_.fpdus < kBurstFrames && burst_.payload_bytes < kBurstBytes && burst_.pieces.size() < kBurstPieces;
+    };
+    while (!broken_ && (has_room() || ends_with_data())) {
         if (!current_ && !take_next()) break;
         if (!append_segment(*current_)) break;
         if (current_->sent == current_->length) {
@@ -162,6 +164,11 @@ void QueuePair::build_burst() {
         }
     }
     if (broken_) burst_.pieces.clear();
+}
+
+// The data of an executor's answer is in the burst, and the answer, which is short, is not.
+bool QueuePair::ends_with_data() const {
+    return !current_ && !burst_.finished.empty() && burst_.finished.back().owner == Owner::executor_write;
 }
 
 // Choose the message that goes next. A Terminate ends everything; otherwise replies and posted requests take turns.
@@ -175,10 +182,9 @@ bool QueuePair::take_next() {
     for (int turn = 0; turn < 2; ++turn) {
         prefer_replies_ = !prefer_replies_;
         if (prefer_replies_ && !replies_.empty()) {
-            current_ = std::move(replies_.front());
-            replies_.pop_front();
+            current_ = replies_.take_front();
             if (current_->owner == Owner::executor_reply) current_->header.msn = send_msn_++;
-            // An executor's reply follows its data without another message between, so that both leave in one burst.
+            // An executor's reply follows its data without another message between, and both leave in one burst.
             if (current_->owner == Owner::executor_write) prefer_replies_ = false;
             return true;
         }
@@ -231,7 +237,7 @@ bool QueuePair::take_load() {
     m.header.msn = send_msn_++;
     m.length = LoadBatch::kRequest;
     m.owner = Owner::load_request;
-    load_queue_.front()->encode_next(m.inline_data.data());
+    expected_writes_.push_back(load_queue_.front()->encode_next(m.inline_data.data()));
     if (!load_queue_.front()->has_unsent()) load_queue_.pop_front();
     ++loads_outstanding_;
     ++stats_.messages_sent;
@@ -304,8 +310,8 @@ QueuePair::Message QueuePair::message_for(const SendEntry& e) {
 // One frame: [length, DDP header, (small payload)] [payload pieces] [pad, CRC]. The trailer of one frame and the head of the next are
 // neighbours in the arena and become one piece. False if the source is gone.
 bool QueuePair::append_segment(Message& m) {
-    const Pin pin(m.source);
-    if (m.source && !pin) {
+    const BorrowedPin pin(m.source.get());
+    if (!pin) {
         source_gone(m);
         return false;
     }
@@ -324,18 +330,24 @@ bool QueuePair::append_segment(Message& m) {
     std::size_t used = wire::kLengthField + header;
     store_be<u16>(head, static_cast<u16>(header + n));
     wire::encode_segment(m.header, head + wire::kLengthField);
+    if (!m.source) {  // short, and all in one place
+        std::memcpy(head + used, m.inline_data.data() + m.sent, n);
+        used += n;
+    }
     u32 crc = crc32c_extend(0, head, used);
 
     if (!burst_.pieces.empty() && static_cast<u8*>(burst_.pieces.back().iov_base) + burst_.pieces.back().iov_len == head)
         burst_.pieces.back().iov_len += used;
     else
         burst_.pieces.push_back({head, used});
-    if (n > 0) gather_payload(m, n, head, used, crc);
+    if (m.source && n > 0) gather_payload(m, n, head, used, crc);
 
     u8* tail = head + used;
     const u32 pad = wire::pad_for(header + n);
-    std::memset(tail, 0, pad);
-    crc = crc32c_extend(crc, tail, pad);
+    if (pad > 0) {
+        std::memset(tail, 0, pad);
+        crc = crc32c_extend(crc, tail, pad);
+    }
     // The only little-endian field of the protocol (1.5).
     for (int i = 0; i < 4; ++i) tail[pad + i] = static_cast<u8>(crc >> (8 * i));
     const std::size_t trailer = pad + wire::kCrcField;
@@ -372,11 +384,11 @@ void QueuePair::source_gone(Message& m) {
         wire::encode(request, header);
         current_.reset();
         halted_ = true;
-        device_->submit([self = shared_from_this(), frame] {
-            self->frame_ = frame.data();
-            self->frame_ulpdu_ = kReadRequestUlpdu;
-            self->fail(wire::error::rdmap_invalid_stag);
-            self->frame_ = nullptr;
+        later([frame](QueuePair& self) {
+            self.frame_ = frame.data();
+            self.frame_ulpdu_ = kReadRequestUlpdu;
+            self.fail(wire::error::rdmap_invalid_stag);
+            self.frame_ = nullptr;
         });
     } else {
         fail_transmit(0);
@@ -387,28 +399,24 @@ void QueuePair::source_gone(Message& m) {
 void QueuePair::halt() {
     if (halted_) return;
     halted_ = true;
-    device_->submit([self = shared_from_this()] {
-        self->frame_ = nullptr;
-        self->fail(wire::error::rdmap_catastrophic);
+    later([](QueuePair& self) {
+        self.frame_ = nullptr;
+        self.fail(wire::error::rdmap_catastrophic);
     });
 }
 
 // Add `n` octets of the message's payload, whose region is pinned, to the burst and to the CRC.
 void QueuePair::gather_payload(Message& m, u32 n, u8* head, std::size_t& used, u32& crc) {
-    if (!m.source) {
-        std::memcpy(head + used, m.inline_data.data() + m.sent, n);
-        crc = crc32c_extend(crc, head + used, n);
-        burst_.pieces.back().iov_len += n;
-        used += n;
-        return;
-    }
     if (m.snapshot && copy_arena_.empty()) copy_arena_.resize(kBurstBytes + wire::kMaxUlpdu);
     const std::size_t first = burst_.pieces.size();
     m.source->gather(m.source_offset + m.sent, n, burst_.pieces);
     u8* copy = n <= kCopyPayload ? head + used : m.snapshot ? copy_arena_.data() + burst_.copy_used : nullptr;
     if (!copy) {
-        for (std::size_t i = first; i < burst_.pieces.size(); ++i)
-            crc = crc32c_extend(crc, burst_.pieces[i].iov_base, burst_.pieces[i].iov_len);
+        for (std::size_t i = first; i < burst_.pieces.size(); ++i) {
+            const iovec& piece = burst_.pieces[i];
+            const void* next = i + 1 < burst_.pieces.size() ? burst_.pieces[i + 1].iov_base : next_source();
+            crc = crc32c_extend_cold(crc, piece.iov_base, piece.iov_len, next);
+        }
         if (burst_.regions.empty() || burst_.regions.back() != m.source) burst_.regions.push_back(m.source);
         return;
     }
@@ -426,6 +434,12 @@ void QueuePair::gather_payload(Message& m, u32 n, u8* head, std::size_t& used, u
         burst_.pieces.push_back({copy, n});
         burst_.copy_used += n;
     }
+}
+
+// Where the block lies that is sent after this one, if that is known: replies of the executor come as data, answer, data, answer.
+const void* QueuePair::next_source() const {
+    if (replies_.size() < 2 || !replies_[1].source || replies_[1].length == 0) return nullptr;
+    return replies_[1].source->contiguous(replies_[1].source_offset, 1);
 }
 
 QueuePair::Pumped QueuePair::send_burst() {
@@ -535,7 +549,7 @@ void QueuePair::request_answered(Status status, u64 value) {
 void QueuePair::fail_transmit(u64 value) {
     if (broken_) return;
     broken_ = true;
-    device_->submit([self = shared_from_this(), value] { self->end(value, 0, Status::ok); });
+    later([value](QueuePair& self) { self.end(value, 0, Status::ok); });
 }
 
 // Everything that was posted and is not done fails; called once, from `end`.
@@ -552,7 +566,7 @@ void QueuePair::flush_queues() {
         if (m.owner == Owner::executor_write) executor_->load_sent(m.owner_id, m.snapshot);
     };
     for (const Message& m : burst_.finished) release(m);
-    for (const Message& m : replies_) release(m);
+    for (std::size_t i = 0; i < replies_.size(); ++i) release(replies_[i]);
     if (current_) release(*current_);
     if (executor_) executor_->give_up();
     stores_.clear();
@@ -564,6 +578,7 @@ void QueuePair::flush_queues() {
         if (!batch->is_abandoned()) flushed.push_back({sequence, number_, Op::loads, Status::flushed, 0, 0, 0, 0});
     loads_.clear();
     load_queue_.clear();
+    expected_writes_.clear();
     cq_->push(flushed);
 }
 

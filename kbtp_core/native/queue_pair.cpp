@@ -3,6 +3,8 @@
 
 #include <netdb.h>
 #include <netinet/in.h>
+#include <poll.h>
+#include <sched.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -16,7 +18,7 @@
 namespace kbtp {
 namespace {
 
-constexpr std::size_t kFrameArenaTotal = 64 * 512;  // kBurstFrames frames' headers, small payloads and trailers
+constexpr std::size_t kFrameArenaTotal = 65 * 512;  // headers, small payloads and trailers of kBurstFrames frames and an answer
 
 }  // namespace
 
@@ -76,46 +78,21 @@ void QueuePair::connect(const std::string& host, u16 port, std::vector<u8> priva
         std::memcpy(&c.address, a->ai_addr, a->ai_addrlen);
         candidates_.push_back(c);
     }
-    const bool running = device_->submit([self = shared_from_this()] {
+    const bool running = later([](QueuePair& self) {
         {
-            std::lock_guard lock(self->tx_mutex_);
-            if (self->state_.load() != State::idle) return;
-            self->state_.store(State::connecting);
+            std::lock_guard lock(self.tx_mutex_);
+            if (self.state_.load() != State::idle) return;
+            self.state_.store(State::connecting);
         }
-        self->set_deadline(self->limits_.startup_timeout_s);
-        self->try_next_address();
+        self.set_deadline(self.limits_.startup_timeout_s);
+        self.try_next_address();
     });
     if (!running) throw std::runtime_error("the device is closed");
 }
 
 void QueuePair::accept(std::vector<u8> private_data) {
     if (private_data.size() > wire::kMaxUlpPrivateData) throw std::invalid_argument("private data is longer than 252 octets");
-    device_->submit([self = shared_from_this(), data = std::move(private_data)]() mutable {
-        if (self->state_.load() != State::requested) return;
-        wire::Startup reply;
-        reply.is_reply = true;
-        reply.revision = self->request_.revision;
-        reply.enhanced = self->request_.enhanced;
-        reply.private_data = std::move(data);
-        if (reply.enhanced) {
-            reply.peer_to_peer = self->request_.peer_to_peer;
-            // Every kind of ready-to-receive frame is understood.
-            reply.rtr_send = reply.rtr_write = reply.rtr_read = reply.peer_to_peer;
-            self->ird_ = std::max<u16>(self->limits_.ird, 1);  // an empty Read may say that the peer is ready to receive
-            reply.ird = self->request_.ord == wire::kNoNegotiation ? wire::kNoNegotiation : self->ird_;
-            reply.ord = self->request_.ird == wire::kNoNegotiation ? wire::kNoNegotiation : std::min(self->limits_.ord, self->request_.ird);
-            if (self->request_.ird != wire::kNoNegotiation) self->ord_ = std::min(self->ord_, self->request_.ird);
-        }
-        self->peer_to_peer_ = reply.peer_to_peer;
-        self->inserts_markers_ = self->request_.markers;
-        const std::vector<u8> frame = wire::encode_startup(reply);
-        const ssize_t n = ::send(self->fd_, frame.data(), frame.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
-        if (n != static_cast<ssize_t>(frame.size())) return self->end(wire::error::tcp_lost.packed(), 0, Status::connect_failed);
-        self->in_epoll_ = true;
-        self->device_->watch(self->fd_, self.get(), EPOLLIN);
-        self->set_deadline(self->limits_.startup_timeout_s);
-        self->connected();
-    });
+    later([data = std::move(private_data)](QueuePair& self) mutable { self.reply_to_request(std::move(data)); });
 }
 
 QueuePair::Posted QueuePair::post_receive(std::span<const ReceiveRequest> requests) {
@@ -150,38 +127,106 @@ std::vector<u64> QueuePair::reading() {
         if (m.owner == Owner::executor_write) entries.push_back(m.owner_id);
     };
     for (const Message& m : burst_.finished) add(m);
-    for (const Message& m : replies_) add(m);
+    for (std::size_t i = 0; i < replies_.size(); ++i) add(replies_[i]);
     if (current_) add(*current_);
     return entries;
 }
 
 void QueuePair::close(double timeout_s) {
-    device_->submit([self = shared_from_this(), timeout_s] {
-        const State s = self->state_.load();
-        if (s == State::idle || s == State::connecting || s == State::requested) return self->end(0, 0, Status::connect_failed);
+    later([timeout_s](QueuePair& self) {
+        const State s = self.state_.load();
+        if (s == State::idle || s == State::connecting || s == State::requested) return self.end(0, 0, Status::connect_failed);
         if (s != State::ready) return;
-        self->set_deadline(timeout_s);
-        std::lock_guard lock(self->tx_mutex_);
-        self->state_.store(State::closing);
-        self->finishing_ = true;
-        if (!self->may_send_) {  // nothing may be said yet, and nothing is
-            self->device_->submit([self] { self->end(0, 0, Status::ok); });
-            return;
+        self.set_deadline(timeout_s);
+        {
+            std::lock_guard lock(self.tx_mutex_);
+            self.state_.store(State::closing);
+            self.finishing_ = true;
+            if (self.may_send_) {
+                if (!self.write_armed_) self.pump_and_arm(0);
+                return;
+            }
         }
-        if (!self->write_armed_) self->pump_and_arm(0);
+        self.end(0, 0, Status::ok);  // nothing may be said yet, and nothing is
     });
 }
 
 void QueuePair::abort() {
-    device_->submit([self = shared_from_this()] { self->end(0, 0, Status::ok); });
+    later([](QueuePair& self) { self.end(0, 0, Status::ok); });
 }
 
 QueuePairStats QueuePair::stats() {
+    std::lock_guard progress(progress_mutex_);
     std::lock_guard lock(tx_mutex_);
     return stats_;
 }
 
-// --- progress thread -----------------------------------------------------------------------------------------------------------
+// --- a thread that waits -------------------------------------------------------------------------------------------------------
+
+// Only pairs that connected: an accepted one is its device's business, whose thread serves all peers in turn.
+bool QueuePair::begin_driving() {
+    std::lock_guard lock(tx_mutex_);
+    if (driven_ || is_passive_ || !in_epoll_ || !is_reading()) return false;
+    driven_ = true;
+    watch_socket();
+    return true;
+}
+
+void QueuePair::end_driving() {
+    std::lock_guard lock(tx_mutex_);
+    driven_ = false;
+    if (fd_ >= 0 && in_epoll_) watch_socket();  // what came meanwhile is an event of the device's now
+}
+
+bool QueuePair::is_reading() const {
+    const State s = state_.load();
+    return reading_ && (s == State::ready || s == State::closing);
+}
+
+void QueuePair::drive(TimePoint until) {
+    if (!begin_driving()) return;
+    const auto spin = device_->options().spin;
+    for (TimePoint spin_until = Clock::now() + spin;;) {
+        int fd = -1;
+        bool moved = false;
+        {
+            std::lock_guard lock(progress_mutex_);
+            if (!is_reading()) break;
+            const u64 before = stats_.bytes_received;
+            receive();
+            moved = stats_.bytes_received != before;
+            fd = fd_;
+        }
+        if (cq_->has_news()) break;
+        const TimePoint now = Clock::now();
+        if (now >= until) break;
+        if (moved) spin_until = now + spin;
+        if (now < spin_until) {
+            ::sched_yield();
+            continue;
+        }
+        const int news = cq_->begin_sleep();
+        if (news < 0) break;
+        // `fd` may be closed by now, and its number in use for something else: then the news are that this pair has ended.
+        std::array<pollfd, 2> wanted{{{fd, POLLIN, 0}, {news, POLLIN, 0}}};
+        const auto left =
+            std::chrono::duration_cast<std::chrono::nanoseconds>(std::min<Clock::duration>(until - now, std::chrono::hours(1)));
+        const timespec timeout{left.count() / 1'000'000'000, left.count() % 1'000'000'000};
+        ::ppoll(wanted.data(), wanted.size(), &timeout, nullptr);
+        cq_->end_sleep();
+        spin_until = TimePoint{};
+    }
+    end_driving();
+}
+
+// --- progress -------------------------------------------------------------------------------------------------------------------
+
+void QueuePair::end_now() {
+    std::lock_guard lock(progress_mutex_);
+    end(0, 0, Status::ok);
+}
+
+void QueuePair::watch_socket() { device_->rearm(fd_, this, (reading_ && !driven_ ? EPOLLIN : 0u) | (write_armed_ ? EPOLLOUT : 0u)); }
 
 void QueuePair::adopt(int fd, std::string peer, wire::Startup request) {
     fd_ = fd;
@@ -194,7 +239,36 @@ void QueuePair::adopt(int fd, std::string peer, wire::Startup request) {
     state_.store(State::requested);
 }
 
+// The passive side's answer to the peer's Request; from here on it reads FPDUs.
+void QueuePair::reply_to_request(std::vector<u8> private_data) {
+    if (state_.load() != State::requested) return;
+    wire::Startup reply;
+    reply.is_reply = true;
+    reply.revision = request_.revision;
+    reply.enhanced = request_.enhanced;
+    reply.private_data = std::move(private_data);
+    if (reply.enhanced) {
+        reply.peer_to_peer = request_.peer_to_peer;
+        // Every kind of ready-to-receive frame is understood.
+        reply.rtr_send = reply.rtr_write = reply.rtr_read = reply.peer_to_peer;
+        ird_ = std::max<u16>(limits_.ird, 1);  // an empty Read may say that the peer is ready to receive
+        reply.ird = request_.ord == wire::kNoNegotiation ? wire::kNoNegotiation : ird_;
+        reply.ord = request_.ird == wire::kNoNegotiation ? wire::kNoNegotiation : std::min(limits_.ord, request_.ird);
+        if (request_.ird != wire::kNoNegotiation) ord_ = std::min(ord_, request_.ird);
+    }
+    peer_to_peer_ = reply.peer_to_peer;
+    inserts_markers_ = request_.markers;
+    const std::vector<u8> frame = wire::encode_startup(reply);
+    const ssize_t n = ::send(fd_, frame.data(), frame.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (n != static_cast<ssize_t>(frame.size())) return end(wire::error::tcp_lost.packed(), 0, Status::connect_failed);
+    in_epoll_ = true;
+    device_->watch(fd_, this, EPOLLIN);
+    set_deadline(limits_.startup_timeout_s);
+    connected();
+}
+
 void QueuePair::on_event(u32 events) {
+    const std::lock_guard progress(progress_mutex_);
     switch (state_.load()) {
         case State::connecting:
             if (events & (EPOLLOUT | EPOLLERR | EPOLLHUP)) on_tcp_connected();
@@ -219,6 +293,7 @@ void QueuePair::on_event(u32 events) {
 }
 
 void QueuePair::on_deadline() {
+    const std::lock_guard progress(progress_mutex_);
     switch (state_.load()) {
         case State::connecting:
         case State::requested:
@@ -373,7 +448,7 @@ void QueuePair::on_end_of_stream() {
 // An ended stream stays readable for ever: stop asking.
 void QueuePair::stop_reading() {
     reading_ = false;
-    device_->rearm(fd_, this, write_armed_ ? EPOLLOUT : 0u);
+    watch_socket();
 }
 
 // The last act, once: no memory is touched after it, every posted request has its completion, and DISCONNECTED is the last word.
@@ -403,6 +478,8 @@ void QueuePair::end(u64 value, u16 flags, Status status) {
     }
     inbound_.reset();
     direct_ = Direct{};
+    write_region_.reset();
+    foretold_.clear();
     deadline = TimePoint::max();
     device_->forget(*this);
 }

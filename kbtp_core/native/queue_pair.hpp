@@ -4,9 +4,11 @@
 //                                                                                   ready --close or FIN--> closing --.
 //      accept (Request read by the listener, Reply sent) --------------------------/   \--error--> terminating ------- dead
 //
-// Threads. The progress thread of the device owns the receive half (qp_receive.cpp) and every change of `state_`. The transmit half
-// (qp_transmit.cpp) is under `tx_mutex_` and may be driven by the thread that posts, so that a small request leaves without a thread hop.
-// Lock order: tx_mutex_ or rq_mutex_ first, then locks of regions and completion queues, which are leaves.
+// Threads. The receive half (qp_receive.cpp) and every change of `state_` are under `progress_mutex_`. Usually the progress thread of the
+// device takes it; while a thread waits for this pair's completion queue, that thread asks the socket itself (`drive`), and the device
+// watches the socket only for errors and room. The transmit half (qp_transmit.cpp) is under `tx_mutex_` and may be driven by the thread
+// that posts, so that a small request leaves without a thread hop.
+// Lock order: progress_mutex_, then tx_mutex_ or rq_mutex_, then locks of regions, the device and completion queues, which are leaves.
 //
 // Rules:
 // 1. Frames leave whole and in order: `burst_` is what the socket is being given; nothing else writes to the socket until it is gone.
@@ -30,6 +32,7 @@
 
 #include "completion_queue.hpp"
 #include "executor_session.hpp"
+#include "fifo.hpp"
 #include "region.hpp"
 #include "requester.hpp"
 #include "wire.hpp"
@@ -44,7 +47,7 @@ class Pollable {
     virtual ~Pollable() = default;
     virtual void on_event(u32 events) = 0;
     virtual void on_deadline() = 0;
-    TimePoint deadline = TimePoint::max();
+    std::atomic<TimePoint> deadline = TimePoint::max();  // any thread may set it, and then calls Device::time
 };
 
 struct QueuePairStats {
@@ -52,7 +55,7 @@ struct QueuePairStats {
         executed_loads = 0, executed_stores = 0, executed_frees = 0, ord_stalls = 0, socket_stalls = 0, peer_ird = 0, peer_ord = 0;
 };
 
-class QueuePair : public Pollable, public std::enable_shared_from_this<QueuePair> {
+class QueuePair : public Pollable, public Drivable, public std::enable_shared_from_this<QueuePair> {
   public:
     enum class State : u8 { idle, connecting, requested, ready, closing, terminating, dead };
     enum class Posted : u8 { ok, full, closed, no_such_op, no_requests };
@@ -80,11 +83,12 @@ class QueuePair : public Pollable, public std::enable_shared_from_this<QueuePair
     void close(double timeout_s);
     void abort();
     QueuePairStats stats();
+    void drive(TimePoint until) override;
 
     // --- progress thread --------------------------------------------------------------------------------------------------
     void on_event(u32 events) override;
     void on_deadline() override;
-    void end(u64 value, u16 flags, Status status);
+    void end_now();
     // Passive side: take over the listener's socket and the peer's Request.
     void adopt(int fd, std::string peer, wire::Startup request);
 
@@ -133,6 +137,7 @@ class QueuePair : public Pollable, public std::enable_shared_from_this<QueuePair
     Pumped pump(std::size_t budget);
     void pump_and_arm(std::size_t budget);
     void build_burst();
+    bool ends_with_data() const;
     bool take_next();
     bool take_work_request();
     bool take_load();
@@ -140,6 +145,7 @@ class QueuePair : public Pollable, public std::enable_shared_from_this<QueuePair
     bool append_segment(Message& message);
     void append_marked(Message& message, u32 n);
     void gather_payload(Message& message, u32 n, u8* head, std::size_t& used, u32& crc);
+    const void* next_source() const;
     void source_gone(Message& message);
     void halt();
     Pumped send_burst();
@@ -156,7 +162,17 @@ class QueuePair : public Pollable, public std::enable_shared_from_this<QueuePair
     SendEntry& entry(u64 index) { return send_queue_[index - send_base_]; }
     static Message message_for(const SendEntry& entry);
 
-    // --- receive half, progress thread -----------------------------------------------------------------------------------------
+    // --- progress, under progress_mutex_ ------------------------------------------------------------------------------------------
+    // Run `task(*this)` on the progress thread, soon. False, and dropped, once the device is closed.
+    template <class Task>
+    bool later(Task task);
+    bool begin_driving();
+    void end_driving();
+    bool is_reading() const;
+    void watch_socket();  // with tx_mutex_ held
+    void end(u64 value, u16 flags, Status status);
+
+    // --- receive half, under progress_mutex_ ------------------------------------------------------------------------------------
     struct Receive {
         ReceiveRequest request;
         RegionPtr region;
@@ -183,6 +199,7 @@ class QueuePair : public Pollable, public std::enable_shared_from_this<QueuePair
     std::ptrdiff_t fill();
     std::ptrdiff_t fill_direct();
     void parse();
+    void parse_frames();
     bool start_direct(u32 ulpdu, std::size_t available);
     bool finish_direct();
     void take_frame(const u8* frame, u32 ulpdu);
@@ -193,10 +210,13 @@ class QueuePair : public Pollable, public std::enable_shared_from_this<QueuePair
     // Check a segment against every rule and say where its payload goes; fails the stream otherwise.
     std::optional<Placement> admit(const wire::Segment& segment, u32 n);
     std::optional<wire::TerminateCode> check_kind(const wire::Segment& segment) const;
-    std::optional<wire::TerminateCode> admit_write(const wire::Segment& segment, u32 n, Placement& at) const;
+    std::optional<wire::TerminateCode> check_write(const wire::Segment& segment, u32 n);
+    std::optional<wire::TerminateCode> admit_write(const wire::Segment& segment, u32 n, Placement& at);
     std::optional<wire::TerminateCode> admit_read_response(const wire::Segment& segment, u32 n, Placement& at);
     std::optional<wire::TerminateCode> admit_send(const wire::Segment& segment, u32 n, Placement& at);
-    bool goes_as_foretold(const wire::Segment& segment) const;
+    bool goes_as_foretold(const wire::Segment& segment, u32 n);
+    bool answers_next_load(const wire::Segment& segment, u32 n);
+    bool take_foretold(const u8* frame, u32 ulpdu, u32 crc_sent);
     // The payload is in place and its CRC was good.
     void placed(const wire::Segment& segment, const u8* payload, u32 n);
     void deliver_send(const wire::Segment& segment, const u8* payload);
@@ -206,7 +226,12 @@ class QueuePair : public Pollable, public std::enable_shared_from_this<QueuePair
     void on_atomic_request(const wire::Segment& segment, const u8* payload);
     void on_atomic_response(const wire::Segment& segment, const u8* payload);
     void on_terminate(const u8* payload, u32 n);
-    bool take_answer(const wire::Segment& segment, const u8* payload, u32 n);
+    bool may_be_answer(const wire::Segment& segment, const u8* payload, u32 n) const;
+    void forget_foretold(const u8* payload);
+    void foretell();
+    void settle_answers();
+    void hand_up(const u8* frame);
+    bool take_answer(const u8* payload);
     bool execute(const wire::Segment& segment, const u8* payload, u32 n);
     void execute(const Work& work);
     void settled();
@@ -217,7 +242,8 @@ class QueuePair : public Pollable, public std::enable_shared_from_this<QueuePair
     void push_later(const Completion& completion) { pending_.push_back(completion); }
     void flush_completions();
 
-    // --- start-up (qp_startup.cpp), progress thread ----------------------------------------------------------------------------
+    // --- start-up, progress thread, under progress_mutex_ ------------------------------------------------------------------------
+    void reply_to_request(std::vector<u8> private_data);
     void try_next_address();
     void on_tcp_connected();
     void read_reply();
@@ -232,7 +258,8 @@ class QueuePair : public Pollable, public std::enable_shared_from_this<QueuePair
     const std::shared_ptr<CompletionQueue> cq_;
     const QueueLimits limits_;
 
-    std::atomic<State> state_{State::idle};  // written by the progress thread, under tx_mutex_
+    std::mutex progress_mutex_;              // guards the receive half, and the right to change state_
+    std::atomic<State> state_{State::idle};  // written under progress_mutex_ and, but for start-up, tx_mutex_
     int fd_ = -1;                            // closed under tx_mutex_
     bool in_epoll_ = false;
 
@@ -243,7 +270,7 @@ class QueuePair : public Pollable, public std::enable_shared_from_this<QueuePair
     std::mutex tx_mutex_;  // guards the transmit half
     std::deque<SendEntry> send_queue_;
     u64 send_base_ = 0, sent_to_ = 0;  // indices of the first entry, and of the first not yet taken for sending
-    std::deque<Message> replies_;      // Read and atomic responses, executor answers
+    Fifo<Message> replies_;            // Read and atomic responses, executor answers
     std::optional<Message> current_, terminate_;
     Burst burst_;
     std::vector<u8> arena_, copy_arena_;
@@ -261,9 +288,11 @@ class QueuePair : public Pollable, public std::enable_shared_from_this<QueuePair
     bool finishing_ = false;  // FIN once everything is sent
     bool fin_sent_ = false;
     bool reading_ = true;
+    bool driven_ = false;  // a thread that waits asks the socket for octets, not the device
     QueuePairStats stats_;
     std::deque<std::shared_ptr<LoadBatch>> load_queue_;  // batches with requests not sent yet
     std::unordered_map<u32, std::shared_ptr<LoadBatch>> loads_;
+    Fifo<ExpectedWrite> expected_writes_;  // of outstanding LOADs, in the order they were sent
     u32 load_credits_ = 0, loads_outstanding_ = 0;
     std::optional<ExecutorSession> executor_;
     std::deque<Work> stores_;           // of the executor, whose data is still to be asked for
@@ -274,14 +303,20 @@ class QueuePair : public Pollable, public std::enable_shared_from_this<QueuePair
     std::deque<Receive> receive_queue_;
     u32 upcalls_ = 0;  // messages handed up since the executor was attached whose buffers were not posted again
 
-    // Receive half, progress thread only.
+    // Receive half.
     std::vector<u8> staging_;
+    IoVectors pieces_;      // of the payload that is being placed
+    bool ran_dry_ = false;  // the last read got less than there was room for
     std::size_t begin_ = 0, end_ = 0;
     Direct direct_;
     std::optional<Inbound> inbound_;
     bool write_open_ = false;  // a Write has begun and not ended: its next segment is foretold by the two below
     u32 write_stag_ = 0;
     u64 write_next_ = 0;
+    RegionPtr write_region_;          // of the last Write
+    RegionPtr pinned_;                // where the Writes of the fast path go
+    Fifo<ExpectedWrite> foretold_;    // taken from expected_writes_
+    std::vector<const u8*> answers_;  // frames in the staging buffer: answers that were not matched yet
     u32 expected_send_msn_ = 1, expected_request_msn_ = 1, expected_atomic_msn_ = 1;
     bool seen_frame_ = false, peer_to_peer_ = false, is_passive_ = false, replies_waiting_ = false;
     std::atomic<bool> peer_finished_{false}, has_executor_{false}, has_requester_{false};

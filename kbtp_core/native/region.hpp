@@ -1,8 +1,8 @@
 // Registered memory: what an STag names, who may touch it, and how it is taken away again.
 //
 // Three rules carry the safety of the whole stack (RFC 5042 section 5; iwarp-reference section 5):
-// 1. Memory is touched only between `pin` and the pin's end, and a pin is held across one non-blocking socket call or one copy, never
-// longer.
+// 1. Memory is touched only between `pin` and the pin's end, and a pin is held across one non-blocking socket call, one copy, or the
+// copies out of what one such call has read, never longer.
 // 2. `invalidate` first turns new pins away, then waits for those that are held. When it has returned, not one octet changes or is read.
 // 3. An STag is a random 32-bit number, works only inside its protection domain, and is not drawn again soon.
 #pragma once
@@ -85,6 +85,22 @@ class Pin {
 
   private:
     RegionPtr region_;
+};
+
+// The same for a caller that keeps the region alive itself; holds where there is no region, too.
+class BorrowedPin {
+  public:
+    explicit BorrowedPin(Region* region) : region_(region), holds_(!region || region->pin()) {}
+    BorrowedPin(const BorrowedPin&) = delete;
+    BorrowedPin& operator=(const BorrowedPin&) = delete;
+    ~BorrowedPin() {
+        if (region_ && holds_) region_->unpin();
+    }
+    explicit operator bool() const { return holds_; }
+
+  private:
+    Region* const region_;
+    const bool holds_;
 };
 
 // All regions of a device, by STag. Any thread.

@@ -11,7 +11,7 @@ LoadBatch::LoadBatch(u32 sequence, u32 stag, u16 flags, std::vector<LoadRequest>
       waiting_(requests_.size()) {}
 
 // Draft sections 5.1 and 5.2: header and Data Descriptor of a LOAD. The Request ID is the batch's sequence and the place in it.
-void LoadBatch::encode_next(u8* out) {
+ExpectedWrite LoadBatch::encode_next(u8* out) {
     const LoadRequest& r = requests_[next_];
     out[0] = 1;
     out[1] = 3;
@@ -25,17 +25,18 @@ void LoadBatch::encode_next(u8* out) {
     store_be<u64>(out + 28, r.offset);
     store_be<u32>(out + 36, r.length);
     waiting_[next_] = true;
-    ++next_;
     ++outstanding_;
+    return {sequence_, static_cast<u32>(next_++), stag_, r.offset, r.length};
 }
 
 bool LoadBatch::settle(std::span<const u8, kAnswer> a) {
-    const u32 index = load_be<u32>(a.data() + 8);
+    const u32 index = index_of(a);
     if (index >= waiting_.size() || !waiting_[index]) return false;
     waiting_[index] = false;
     --outstanding_;
-    if (!abandoned_)
-        results_[index] = {load_be<u16>(&a[22]), load_be<u16>(&a[20]), load_be<u32>(&a[24]), load_be<u64>(&a[32]), load_be<u32>(&a[28]), 0};
+    if (abandoned_) return true;
+    results_[index] = {load_be<u16>(&a[22]), load_be<u16>(&a[20]), load_be<u32>(&a[24]), load_be<u64>(&a[32]), load_be<u32>(&a[28]), 0};
+    failed_ += results_[index].status != 0;
     return true;
 }
 

@@ -78,6 +78,11 @@ class DirectOperations:
         self._posted: deque[PendingDirect] = deque()  # whose operation each is, oldest first
         self._finished: list[PendingDirect] = []  # rounds that have completed
 
+    @property
+    def is_busy(self) -> bool:
+        """`step` may have something to do."""
+        return bool(self._batches or self._finished or self._unposted)
+
     def load(self, machine: DirectLoad, region: Region, deadline: float, now: float) -> PendingDirect:
         return self._submit(machine, region, deadline, now)
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kbtp_core.errors import DeadlineExceeded, SessionClosed
-from kbtp_core.fabric.api import Access, Fabric, FabricError, Op, Region
+from kbtp_core.fabric.api import Access, Fabric, FabricError, Op, PollsLoads, Region
 from kbtp_core.protocol.constants import Flag
 from kbtp_core.protocol.hello import HelloAck
 from kbtp_core.protocol.initiator import HelloParameters, InitiatorState
@@ -38,6 +38,8 @@ class LoadBatch:
     A request's failure is in `status`, never an exception; NO_STATUS where no answer came. `error` is set if the batch as a whole
     has failed (SessionClosed, DeadlineExceeded).
     """
+
+    __slots__ = ("_pending", "_session")
 
     def __init__(self, session: InitiatorSession, pending: PendingBatch | PendingLoads | PendingDirect) -> None:
         self._session = session
@@ -105,7 +107,10 @@ class InitiatorSession:
     def __init__(self, core: InitiatorCore, cq: Any) -> None:
         self._core = core
         self._cq = cq
-        self._changed = threading.Condition()
+        self._loads_queue: PollsLoads | None = cq if isinstance(cq, PollsLoads) else None
+        self._lock = threading.RLock()  # of all below, and of the core
+        self._changed = threading.Condition(self._lock)
+        self._sleeper_count = 0  # threads in `_changed`
         self._is_driven = False
         self._is_closed = False
 
@@ -200,7 +205,7 @@ class InitiatorSession:
 
         Raises SessionClosed if the session has ended; per-block failures are in `LoadBatch.status`, never exceptions.
         """
-        with self._changed:
+        with self._lock:
             return LoadBatch(self, self._core.load(handles, generations, region, offsets, lengths, deadline, flags))
 
     def store(
@@ -215,7 +220,7 @@ class InitiatorSession:
         flags: int = Flag.NONE,
     ) -> LoadBatch:
         """Write into bound blocks; the target reads the data from `region` (draft section 6.2). Returns at once."""
-        with self._changed:
+        with self._lock:
             batch = self._core.protocol.store(handles, generations, region.stag, offsets, lengths, flags)
             return LoadBatch(self, self._core.submit(batch, region, deadline))
 
@@ -231,7 +236,7 @@ class InitiatorSession:
         flags: int = Flag.SEAL,
     ) -> LoadBatch:
         """Write into fresh blocks and bind them; the target reads the data from `region` (draft section 6.3). Returns at once."""
-        with self._changed:
+        with self._lock:
             batch = self._core.protocol.alloc_store(handles, generations, region.stag, offsets, lengths, flags)
             return LoadBatch(self, self._core.submit(batch, region, deadline))
 
@@ -239,20 +244,20 @@ class InitiatorSession:
         self, handles: ArrayLike, generations: ArrayLike, data: Sequence[bytes], *, deadline: float, flags: int = Flag.NONE
     ) -> LoadBatch:
         """As `store`, with the data in the request; each item at most the granted inline length."""
-        with self._changed:
+        with self._lock:
             return LoadBatch(self, self._core.submit(self._core.protocol.store_inline(handles, generations, data, flags), None, deadline))
 
     def alloc_store_inline(
         self, handles: ArrayLike, generations: ArrayLike, data: Sequence[bytes], *, deadline: float, flags: int = Flag.SEAL
     ) -> LoadBatch:
         """As `alloc_store`, with the data in the request; each item at most the granted inline length."""
-        with self._changed:
+        with self._lock:
             batch = self._core.protocol.alloc_store_inline(handles, generations, data, flags)
             return LoadBatch(self, self._core.submit(batch, None, deadline))
 
     def free(self, handles: ArrayLike, generations: ArrayLike, *, deadline: float) -> LoadBatch:
         """Unbind handles and give their blocks back (draft section 6.4). Returns at once."""
-        with self._changed:
+        with self._lock:
             return LoadBatch(self, self._core.submit(self._core.protocol.free(handles, generations), None, deadline))
 
     def load_direct(
@@ -269,7 +274,7 @@ class InitiatorSession:
 
         Raises ValueError if the target did not grant it.
         """
-        with self._changed:
+        with self._lock:
             pending = self._core.load_direct(handles, generations, region, offsets, lengths, deadline, time.monotonic())
             return LoadBatch(self, pending)
 
@@ -290,13 +295,13 @@ class InitiatorSession:
 
         Raises ValueError if the target did not grant it.
         """
-        with self._changed:
+        with self._lock:
             pending = self._core.store_direct(handles, generations, region, offsets, lengths, deadline, time.monotonic(), flags)
             return LoadBatch(self, pending)
 
     def poll(self) -> None:
         """Process what has come, without waiting; for callers that look at `LoadBatch.done`. Fences overdue batches."""
-        with self._changed:
+        with self._lock:
             self._process()
 
     def fileno(self) -> int:
@@ -305,43 +310,46 @@ class InitiatorSession:
 
     def drive(self, is_done: Callable[[], bool], deadline: float) -> bool:
         """Process until `is_done`, or until `deadline`; returns what `is_done` says in the end."""
-        while True:
-            with self._changed:
-                while not is_done():
-                    left = deadline - time.monotonic()
-                    if left <= 0:
-                        return False
-                    if not self._is_driven:
-                        break
-                    self._changed.wait(left)
-                else:
-                    return True
+        with self._lock:
+            while not is_done():
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return False
+                if self._is_driven:
+                    self._sleeper_count += 1
+                    try:
+                        self._changed.wait(left)
+                    finally:
+                        self._sleeper_count -= 1
+                    continue
                 self._is_driven = True
-            try:
-                self._cq.wait(min(left, _LONGEST_WAIT_S))
-            finally:
-                with self._changed:
+                self._lock.release()
+                try:
+                    self._cq.wait(min(left, _LONGEST_WAIT_S))
+                finally:
+                    self._lock.acquire()
                     self._is_driven = False
                     self._process()
+            return True
 
     def cancel(self, pending: PendingBatch | PendingLoads | PendingDirect) -> None:
         """See `LoadBatch.cancel`."""
-        with self._changed:
+        with self._lock:
             self._core.give_up(pending)
-            self._changed.notify_all()
+            self._notify()
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Say goodbye, let what is outstanding finish for half of `timeout_s`, end the connection. Idempotent."""
-        with self._changed:
+        with self._lock:
             if self._is_closed:
                 return
             self._is_closed = True
         start = time.monotonic()
         self.drive(lambda: self._core.is_over or not self._core.has_loads, start + timeout_s * _CLOSE_SHARE)
-        with self._changed:
+        with self._lock:
             self._core.goodbye()
         self.drive(lambda: self._core.is_over, start + timeout_s * _CLOSE_SHARE)
-        with self._changed:
+        with self._lock:
             if self._core.protocol.state is not InitiatorState.CLOSED and not self._core.is_disconnected:
                 self._core.protocol.disconnected("it was closed here")
             if not self._core.is_disconnected:
@@ -360,7 +368,7 @@ class InitiatorSession:
 
     def _discard(self) -> None:
         """End a session that nobody has got yet, and look at nothing that still comes."""
-        with self._changed:
+        with self._lock:
             self._is_closed = True
         self._core.qp.abort()
         deadline = time.monotonic() + _DISCARD_TIMEOUT_S
@@ -370,5 +378,12 @@ class InitiatorSession:
         self._cq.close()
 
     def _process(self) -> None:
+        queue = self._loads_queue
+        if queue is not None and (done := queue.poll_loads()):
+            self._core.loads_done(done)
         self._core.process(self._cq.poll(), time.monotonic())
-        self._changed.notify_all()
+        self._notify()
+
+    def _notify(self) -> None:
+        if self._sleeper_count:
+            self._changed.notify_all()

@@ -49,7 +49,7 @@ from kbtp_core.protocol.direct import DirectAllocator, DirectLoad, DirectStore
 from kbtp_core.protocol.hello import HelloAck
 from kbtp_core.protocol.initiator import Batch, HelloParameters, Initiator, InitiatorState
 from kbtp_core.session.direct import DIRECT_DEPTH, DIRECT_ID, DirectOperations, PendingDirect
-from kbtp_core.session.loads import PendingLoads, post_loads
+from kbtp_core.session.loads import PendingLoads
 from kbtp_core.session.records import RecordSlots
 from kbtp_core.session.slots import ReceiveRows, SendRows
 
@@ -183,21 +183,35 @@ class InitiatorCore:
 
     def process(self, completions: Array, now: float) -> None:
         """Take completions (dtype COMPLETION) of this session's queue pair, fail what is overdue, send what credit allows."""
-        if len(completions) <= _FEW and self._requester is not None:
+        if not len(completions):
+            pass
+        elif len(completions) <= _FEW and self._requester is not None:
             for completion in completions.tolist():
                 if completion[2] == _RECEIVE:
                     self._on_received(np.array([completion], COMPLETION))
                 else:
                     self._on_other(completion)
-        elif len(completions) and not self._take_answers(completions):
+        elif not self._take_answers(completions):
             received = completions["op"] == Op.RECEIVE
             if np.count_nonzero(received):
                 self._on_received(completions[received])
             for completion in completions[~received].tolist():
                 self._on_other(completion)
         self.expire(now)
-        self.direct.step(now)
+        if self.direct.is_busy:
+            self.direct.step(now)
         self.flush()
+
+    def loads_done(self, sequences: list[int]) -> None:
+        """The requester has all answers to these batches; `process` follows."""
+        before = self.protocol.state
+        for sequence in sequences:
+            pending = self._loads.pop(sequence, None)
+            if pending is not None:  # else it was given up
+                pending.finish(None)
+                self.protocol.answered_elsewhere(pending.count)
+        if self.protocol.state is not before:
+            self._settle_after(before)
 
     def goodbye(self) -> None:
         """Announce the end, if the session is ready; requests that are outstanding are still answered."""
@@ -257,15 +271,12 @@ class InitiatorCore:
         sequence = self.protocol.draw_sequence()
         while sequence in self._loads:
             sequence = self.protocol.draw_sequence()
-        wanted = np.atleast_1d(np.asarray(handles, np.uint64))
-        if not wanted.size:
-            raise ValueError("a batch of 0 requests")
         try:
-            pending = post_loads(self._requester, sequence, wanted, generations, region, offsets, lengths, flags, deadline)
+            requests = self._requester.post(sequence, handles, generations, region.stag, offsets, lengths, flags)
         except QueuePairClosed:
             self._lost()
             raise SessionClosed(f"the session with {self.peer} has ended") from None
-        self._loads[sequence] = pending
+        pending = self._loads[sequence] = PendingLoads(sequence, requests, region, deadline)
         self.protocol.elsewhere_count += pending.count
         heapq.heappush(self._deadlines, (deadline, sequence))
         return pending
@@ -461,12 +472,8 @@ class InitiatorCore:
         wr_id, _, op, status, _, _, _, value = completion
         before = self.protocol.state
         if op == _LOADS:
-            if status == 0 and wr_id in self._loads:  # flushed ones end with DISCONNECTED, which knows why
-                pending = self._loads.pop(wr_id)
-                pending.finish(None)
-                self.protocol.answered_elsewhere(pending.count)
-                if self.protocol.state is not before:
-                    self._settle_after(before)
+            if status == 0:  # flushed ones end with DISCONNECTED, which knows why
+                self.loads_done([wr_id])
         elif op == Op.CONNECTED:
             if before is _START:
                 self._send_control(self.protocol.hello())

@@ -10,22 +10,22 @@ A batch costs one call and one completion here, whatever its length. What keeps 
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from kbtp_core.errors import KbtpError
-from kbtp_core.fabric.api import Array, LoadRequests, Region, Requester
+from kbtp_core.fabric.api import Array, LoadRequests, Region
 from kbtp_core.protocol.constants import NO_STATUS
 
 
 class PendingLoads:
     """n LOADs at the requester, and their results as arrays of shape (n,); NO_STATUS where there is no answer."""
 
-    def __init__(self, sequence: int, requests: LoadRequests, count: int, region: Region, deadline: float) -> None:
+    __slots__ = ("_requests", "_results", "count", "deadline", "done", "error", "region", "sequence")
+
+    def __init__(self, sequence: int, requests: LoadRequests, region: Region, deadline: float) -> None:
         self.sequence = sequence
-        self.count = count
+        self.count = requests.count
         self.region: Region | None = region
         self.deadline = deadline
         self.error: KbtpError | None = None
@@ -64,7 +64,7 @@ class PendingLoads:
     @property
     def ok(self) -> bool:
         """Done, and every request was answered OK."""
-        return self.done and self.error is None and not np.count_nonzero(self._now()["status"])  # Status.OK is zero
+        return self.done and self.error is None and self._requests.failed_count == 0
 
     @property
     def unanswered_count(self) -> int:
@@ -78,37 +78,3 @@ class PendingLoads:
     def abandon(self) -> None:
         """Send no more of it."""
         self._requests.abandon()
-
-
-def post_loads(
-    requester: Requester,
-    sequence: int,
-    handles: NDArray[np.uint64],
-    generations: ArrayLike,
-    region: Region,
-    offsets: ArrayLike,
-    lengths: ArrayLike,
-    flags: int,
-    deadline: float,
-) -> PendingLoads:
-    """Post LOADs of n handles into (region, offset, length); scalars stand for all n. Raises QueuePairClosed."""
-    count = handles.size
-    requests = requester.post(
-        sequence,
-        np.ascontiguousarray(handles),
-        _spread(generations, count, np.uint16),
-        region.stag,
-        _spread(offsets, count, np.uint64),
-        _spread(lengths, count, np.uint32),
-        flags,
-    )
-    return PendingLoads(sequence, requests, count, region, deadline)
-
-
-def _spread(values: ArrayLike, count: int, kind: Any) -> NDArray[Any]:
-    array = np.asarray(values, kind)
-    if array.ndim == 0:
-        return np.full(count, array)
-    if array.shape != (count,):
-        raise ValueError(f"{array.size} values for {count} handles")
-    return np.ascontiguousarray(array)
