@@ -36,10 +36,28 @@ BEYOND_TESTS = [
         "A message sequence number wraps to 0 behind 0xFFFFFFFF.",
         "A test would have to send 2^32 messages.",
     ),
+    (
+        "RFC 5044 section 8",
+        "receiver",
+        "A marker that disagrees with ULPDU_Length is reported with code 3.",
+        "The device asks for no markers, so that none come.",
+    ),
     ("RFC 5044 section 9.3", "sender", "IPsec protects the stream where the network is not trusted.", "The operating system's."),
 ]
 
 NOT_KEPT = [
+    (
+        "RFC 5044 section 4.5",
+        "sender",
+        "MULPDU is never below 128 octets.",
+        "The default is 61458 and follows no path MTU. A device can be opened with down to 64, so that tests can cut small.",
+    ),
+    (
+        "RFC 5040 section 6.2.1",
+        "receiver",
+        "After a Terminate from the peer, the LLP is closed gracefully (SHOULD).",
+        "The socket is closed at once: the peer has said that it hears nothing more.",
+    ),
     (
         "RFC 5041 section 6.2.1",
         "receiver",

@@ -292,9 +292,10 @@ class SoftRnic:
     """A software RNIC device.
 
     `congestion` is the TCP congestion control for peers on this host (empty: the system's; one the kernel does not allow is
-    ignored). `mulpdu` is the largest ULPDU sent, in octets. With `peer_to_peer` a connection that it makes opens with an empty
-    frame of its own, so that the passive side may speak first (RFC 6581, section 9.2). `stags` and `first_atomic_id` fix what is
-    otherwise drawn, for frames that tests know by heart.
+    ignored). `mulpdu` is the largest ULPDU sent, in octets. Without `wants_crc` frames go unchecked to and from peers that do not
+    want CRCs either: only for links that something else protects end to end (RFC 5044, section 4.4). With `peer_to_peer` a
+    connection that it makes opens with an empty frame of its own, so that the passive side may speak first (RFC 6581, section
+    9.2). `stags` and `first_atomic_id` fix what is otherwise drawn, for frames that tests know by heart.
     `spin_s` is how long, in seconds, a thread that has just moved octets, or waits for an answer, looks for more before it sleeps; the
     core is given to whoever wants it meanwhile. 0: it sleeps at once.
     """
@@ -306,6 +307,7 @@ class SoftRnic:
         *,
         congestion: str = "cubic",
         mulpdu: int = 61440 + 18,
+        wants_crc: bool = True,
         peer_to_peer: bool = False,
         first_atomic_id: int = 1,
         stags: Sequence[int] = (),
@@ -315,7 +317,7 @@ class SoftRnic:
             raise FabricError(f"mulpdu is {mulpdu}: it must be between 64 and 64768 octets (RFC 5044, section 5.1)")
         if not 0 <= spin_s <= 0.01:
             raise FabricError(f"spin_s is {spin_s}: it must be between 0 and 0.01 seconds")
-        self._device = _native.open_device(mulpdu, congestion, first_atomic_id, list(stags), peer_to_peer, spin_s)
+        self._device = _native.open_device(mulpdu, congestion, first_atomic_id, list(stags), wants_crc, peer_to_peer, spin_s)
         self._close = weakref.finalize(self, self._device.close)
 
     def alloc_pd(self) -> ProtectionDomain:

@@ -25,6 +25,7 @@ struct DeviceOptions {
     u32 first_atomic_id = 1;
     Clock::duration spin{};  // how long a thread looks for more before it sleeps
     std::deque<u32> fixed_stags;
+    bool crc = true;            // ask for CRCs: they are off only if the peer does not ask either
     bool peer_to_peer = false;  // connect so that either side may send first
 };
 

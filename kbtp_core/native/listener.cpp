@@ -232,6 +232,7 @@ void PendingConnection::reject(std::vector<u8> private_data) {
         wire::Startup reply;
         reply.is_reply = reply.rejected = true;
         reply.revision = self->request_.revision;
+        reply.crc = self->device_->options().crc;
         reply.enhanced = self->request_.enhanced;
         reply.peer_to_peer = reply.rtr_send = reply.rtr_write = reply.rtr_read = self->request_.peer_to_peer;
         reply.private_data = std::move(data);

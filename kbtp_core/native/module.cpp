@@ -352,11 +352,11 @@ NB_MODULE(_native, m) {
     bind_device(m);
     m.def(
         "open_device",
-        [](u32 mulpdu, const std::string& congestion, u32 first_atomic_id, const std::vector<u32>& stags, bool peer_to_peer,
+        [](u32 mulpdu, const std::string& congestion, u32 first_atomic_id, const std::vector<u32>& stags, bool crc, bool peer_to_peer,
            double spin_s) {
             const auto spin = std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(spin_s));
             auto device = std::make_shared<Device>(
-                DeviceOptions{mulpdu, congestion, first_atomic_id, spin, {stags.begin(), stags.end()}, peer_to_peer});
+                DeviceOptions{mulpdu, congestion, first_atomic_id, spin, {stags.begin(), stags.end()}, crc, peer_to_peer});
             device->start();
             return device;
         },

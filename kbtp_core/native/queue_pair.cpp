@@ -245,6 +245,8 @@ void QueuePair::reply_to_request(std::vector<u8> private_data) {
     wire::Startup reply;
     reply.is_reply = true;
     reply.revision = request_.revision;
+    reply.crc = device_->options().crc;
+    checks_crc_ = reply.crc || request_.crc;
     reply.enhanced = request_.enhanced;
     reply.private_data = std::move(private_data);
     if (reply.enhanced) {
@@ -344,6 +346,7 @@ void QueuePair::on_tcp_connected() {
     }
     device_->configure_socket(fd_, is_local_address(fd_));
     wire::Startup request;
+    request.crc = device_->options().crc;
     request.ird = limits_.ird;
     request.ord = limits_.ord;
     request.peer_to_peer = request.rtr_send = request.rtr_write = device_->options().peer_to_peer;
@@ -393,6 +396,7 @@ void QueuePair::apply_reply(const wire::Startup& reply) {
     // A peer that does not answer the enhanced request in kind can't be talked to.
     if (!reply.enhanced) return end(wire::error::bad_startup.packed(), 0, Status::connect_failed);
     seen_frame_ = true;
+    checks_crc_ = reply.crc || device_->options().crc;
     deadline = TimePoint::max();
     std::optional<wire::TerminateCode> wrong;
     {

@@ -12,8 +12,8 @@
 //
 // Rules:
 // 1. Frames leave whole and in order: `burst_` is what the socket is being given; nothing else writes to the socket until it is gone.
-// 2. A frame's CRC is good before a header field in it is believed. Only a segment that goes exactly where the previous one of its
-//    message (or an outstanding Read, or a posted receive) says it must is placed while it still arrives.
+// 2. A frame's CRC, unless both sides do without, is good before a header field in it is believed. Only a segment that goes exactly
+//    where the previous one of its message (or an outstanding Read, or a posted receive) says it must is placed while it still arrives.
 // 3. The passive side sends nothing before it has seen one good frame (RFC 5044 section 7.1.2).
 // 4. After an error of the peer there is one more frame: the Terminate.
 #pragma once
@@ -279,6 +279,7 @@ class QueuePair : public Pollable, public Drivable, public std::enable_shared_fr
     u16 ird_, ord_;  // as negotiated
     u32 inbound_requests_ = 0, executor_replies_ = 0;
     bool may_send_ = false;         // see rule 3
+    bool checks_crc_ = true;        // under progress_mutex_; what is sent always has a CRC
     bool inserts_markers_ = false;  // the peer wants them
     u64 stream_position_ = 0;       // octets sent since the start-up frames; kept only with markers
     bool write_armed_ = false;      // the progress thread waits for the socket to take more
