@@ -10,8 +10,10 @@ Rules:
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,6 +39,7 @@ from kbtp_core.fabric.api import ConnectionRequest as ConnectionRequestLike
 from kbtp_core.fabric.api import Executor as ExecutorLike
 from kbtp_core.fabric.api import ProtectionDomain as ProtectionDomainLike
 from kbtp_core.fabric.api import Region as RegionLike
+from kbtp_core.fabric.capture import Capture, wanted_by_environment
 from kbtp_core.fabric.executor import NativeExecutor, create_executor
 
 MAX_PRIVATE_DATA = 252
@@ -298,6 +301,8 @@ class SoftRnic:
     9.2). `stags` and `first_atomic_id` fix what is otherwise drawn, for frames that tests know by heart.
     `spin_s` is how long, in seconds, a thread that has just moved octets, or waits for an answer, looks for more before it sleeps; the
     core is given to whoever wants it meanwhile. 0: it sleeps at once.
+
+    `capture` is a pcap file for all that the device's connections carry; without it the environment decides (`fabric.capture`).
     """
 
     name = "softrnic"
@@ -312,12 +317,18 @@ class SoftRnic:
         first_atomic_id: int = 1,
         stags: Sequence[int] = (),
         spin_s: float = SPIN_S,
+        capture: str | os.PathLike[str] | Capture | None = None,
     ) -> None:
         if not 64 <= mulpdu <= 64768:
             raise FabricError(f"mulpdu is {mulpdu}: it must be between 64 and 64768 octets (RFC 5044, section 5.1)")
         if not 0 <= spin_s <= 0.01:
             raise FabricError(f"spin_s is {spin_s}: it must be between 0 and 0.01 seconds")
-        self._device = _native.open_device(mulpdu, congestion, first_atomic_id, list(stags), wants_crc, peer_to_peer, spin_s)
+        self.capture = _capture(capture)
+        file = (None, 0, False) if self.capture is None else (str(self.capture.path), self.capture.limit_bytes, self.capture.checksums)
+        try:
+            self._device = _native.open_device(mulpdu, congestion, first_atomic_id, list(stags), wants_crc, peer_to_peer, spin_s, *file)
+        except (RuntimeError, OSError) as error:
+            raise FabricError(f"cannot open a software RNIC: {error}") from None
         self._close = weakref.finalize(self, self._device.close)
 
     def alloc_pd(self) -> ProtectionDomain:
@@ -341,6 +352,10 @@ class SoftRnic:
     def create_executor(self, table: Array, base_handle: int, block_bytes: int, pool: PoolState | None = None) -> NativeExecutor:
         return create_executor(table, base_handle, block_bytes, pool)
 
+    def stats(self) -> dict[str, int]:
+        """The counters of `fabric.counters`, summed over all queue pairs that the device has and had; also after `close`."""
+        return self._device.stats()
+
     def close(self) -> None:
         self._close()
 
@@ -361,6 +376,12 @@ def _own(pd: ProtectionDomainLike, cq: CompletionQueueLike) -> tuple[ProtectionD
     if not isinstance(pd, ProtectionDomain) or not isinstance(cq, CompletionQueue):
         raise FabricError("the protection domain and the completion queue must come from a software RNIC")
     return pd, cq
+
+
+def _capture(wanted: str | os.PathLike[str] | Capture | None) -> Capture | None:
+    if wanted is None:
+        return wanted_by_environment()
+    return wanted if isinstance(wanted, Capture) else Capture(Path(wanted))
 
 
 def _limits(limits: QueueLimits) -> tuple[int, int, int, int, float]:

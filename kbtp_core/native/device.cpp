@@ -30,6 +30,7 @@ int checked(int fd, const char* what) {
 
 Device::Device(DeviceOptions options)
     : options_(std::move(options)),
+      capture_(options_.capture ? std::make_shared<Capture>(*options_.capture) : nullptr),
       regions_(options_.fixed_stags),
       epoll_fd_(checked(::epoll_create1(EPOLL_CLOEXEC), "epoll_create1")),
       wake_fd_(checked(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC), "eventfd")) {
@@ -181,11 +182,33 @@ std::shared_ptr<QueuePair> Device::create_qp(u32 pd, std::shared_ptr<CompletionQ
 }
 
 void Device::forget(QueuePair& qp) {
+    const QueuePairStats last = qp.stats();
     std::lock_guard lock(pairs_mutex_);
     const auto it = pairs_.find(qp.number());
     if (it == pairs_.end()) return;
     if (!finished_) graveyard_.push_back(it->second);
     pairs_.erase(it);
+    ended_.add(last);
+    ++ended_.queue_pairs_ended;
+}
+
+// A pair that ends meanwhile is counted once: with those that were alive.
+DeviceStats Device::stats() {
+    std::vector<std::shared_ptr<QueuePair>> alive;
+    DeviceStats stats;
+    {
+        std::lock_guard lock(pairs_mutex_);
+        for (const auto& [number, pair] : pairs_) alive.push_back(pair);
+        stats = ended_;
+    }
+    for (const auto& pair : alive) stats.add(pair->stats());
+    stats.queue_pairs = alive.size();
+    if (capture_) stats.capture = capture_->stats();
+    return stats;
+}
+
+std::unique_ptr<CaptureStream> Device::capture(int fd, bool is_active) const {
+    return capture_ ? capture_->open_stream(fd, is_active) : nullptr;
 }
 
 void Device::keep_until_idle(std::shared_ptr<Pollable> who) {

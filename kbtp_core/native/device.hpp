@@ -27,6 +27,7 @@ struct DeviceOptions {
     std::deque<u32> fixed_stags;
     bool crc = true;            // ask for CRCs: they are off only if the peer does not ask either
     bool peer_to_peer = false;  // connect so that either side may send first
+    std::optional<CaptureOptions> capture = {};
 };
 
 class Listener;
@@ -59,6 +60,11 @@ class Device : public std::enable_shared_from_this<Device> {
     void keep_until_idle(std::shared_ptr<Pollable> who);
     void rearm(int fd, Pollable* who, u32 events);  // what is waited for on a watched socket
 
+    // Null without a capture.
+    std::unique_ptr<CaptureStream> capture(int fd, bool is_active) const;
+    // Any thread.
+    DeviceStats stats();
+
     void configure_socket(int fd, bool is_local_peer) const;
 
   private:
@@ -69,6 +75,7 @@ class Device : public std::enable_shared_from_this<Device> {
     int run_deadlines();  // returns milliseconds until the next one, or -1
 
     const DeviceOptions options_;
+    const std::shared_ptr<Capture> capture_;
     RegionTable regions_;
     const int epoll_fd_, wake_fd_;
     std::atomic<u32> next_pd_{1}, next_qp_{1};
@@ -78,8 +85,9 @@ class Device : public std::enable_shared_from_this<Device> {
     std::vector<std::function<void()>> tasks_;
     bool closed_ = false;
 
-    std::mutex pairs_mutex_;  // guards the three below
+    std::mutex pairs_mutex_;  // guards the four below
     std::unordered_map<u32, std::shared_ptr<QueuePair>> pairs_;
+    DeviceStats ended_;                                 // what the pairs that are no more had counted
     std::vector<std::shared_ptr<Pollable>> graveyard_;  // ended during this round of events, whose pointers may still be in it
     bool finished_ = false;                             // there will be no more rounds
 
@@ -119,6 +127,7 @@ class PendingConnection : public Pollable, public std::enable_shared_from_this<P
     const std::weak_ptr<Listener> listener_;
     int fd_;
     const std::string peer_;
+    std::unique_ptr<CaptureStream> capture_;
     std::vector<u8> frame_;
     wire::Startup request_;
     bool announced_ = false, watched_ = true;

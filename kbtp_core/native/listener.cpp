@@ -167,10 +167,10 @@ void Listener::close() {
 }
 
 PendingConnection::PendingConnection(std::shared_ptr<Device> device, std::weak_ptr<Listener> listener, int fd, std::string peer)
-    : device_(std::move(device)), listener_(std::move(listener)), fd_(fd), peer_(std::move(peer)) {}
+    : device_(std::move(device)), listener_(std::move(listener)), fd_(fd), peer_(std::move(peer)), capture_(device_->capture(fd, false)) {}
 
 PendingConnection::~PendingConnection() {
-    if (fd_ >= 0) ::close(fd_);
+    if (fd_ >= 0) socket_close(capture_.get(), fd_);
 }
 
 // Read the Request and nothing after it: the octets that follow are FPDUs, for the queue pair.
@@ -185,7 +185,7 @@ void PendingConnection::on_event(u32) {
             if (frame_.size() == want) break;
         }
         u8 piece[wire::kStartupHeader + wire::kMaxPrivateData];
-        const ssize_t n = ::recv(fd_, piece, want - frame_.size(), MSG_DONTWAIT);
+        const ssize_t n = socket_receive(capture_.get(), fd_, piece, want - frame_.size());
         if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) return;
         if (n <= 0) return drop();
         frame_.insert(frame_.end(), piece, piece + n);
@@ -206,7 +206,7 @@ void PendingConnection::drop() {
     if (taken_.exchange(true)) return;
     const auto self = shared_from_this();
     device_->unwatch(fd_);
-    ::close(fd_);
+    socket_close(capture_.get(), fd_);
     fd_ = -1;
     device_->keep_until_idle(self);
     if (auto listener = listener_.lock()) listener->gone(this);
@@ -216,7 +216,7 @@ std::shared_ptr<QueuePair> PendingConnection::create_qp(u32 pd, std::shared_ptr<
     if (taken_.exchange(true)) return nullptr;
     auto pair = device_->create_qp(pd, std::move(cq), limits);
     device_->unwatch(fd_);
-    pair->adopt(std::exchange(fd_, -1), peer_, request_);
+    pair->adopt(std::exchange(fd_, -1), std::move(capture_), peer_, request_);
     device_->submit([self = shared_from_this()] {
         self->deadline = TimePoint::max();
         self->device_->keep_until_idle(self);
@@ -237,9 +237,9 @@ void PendingConnection::reject(std::vector<u8> private_data) {
         reply.peer_to_peer = reply.rtr_send = reply.rtr_write = reply.rtr_read = self->request_.peer_to_peer;
         reply.private_data = std::move(data);
         const auto frame = wire::encode_startup(reply);
-        [[maybe_unused]] auto n = ::send(self->fd_, frame.data(), frame.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+        socket_send(self->capture_.get(), self->fd_, frame);
         self->device_->unwatch(self->fd_);
-        ::close(std::exchange(self->fd_, -1));
+        socket_close(self->capture_.get(), std::exchange(self->fd_, -1));
         self->deadline = TimePoint::max();
         self->device_->keep_until_idle(self);
         if (auto listener = self->listener_.lock()) listener->gone(self.get());

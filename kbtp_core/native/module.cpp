@@ -7,6 +7,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstdio>
 #include <limits>
 #include <string_view>
 
@@ -59,22 +60,42 @@ QueueLimits make_limits(u32 send_depth, u32 receive_depth, u16 ird, u16 ord, dou
     return {send_depth, receive_depth, ird, ord, startup_timeout_s};
 }
 
+void name_counters(nb::dict& d, const QueuePairStats& s) {
+    for (const NamedCounter& c : kCounters) d[c.name] = u64{s.*c.counter};
+}
+
+// terminates_sent_0_1_02: layer, type, and the code in hexadecimal, as the RFCs write it.
+void name_terminates(nb::dict& d, const char* direction, const std::map<u64, u64>& counts) {
+    for (const auto& [code, count] : counts) {
+        char name[64];
+        std::snprintf(name, sizeof name, "terminates_%s_%u_%u_%02x", direction, static_cast<unsigned>(code >> 12 & 15),
+                      static_cast<unsigned>(code >> 8 & 15), static_cast<unsigned>(code & 255));
+        d[name] = count;
+    }
+}
+
 nb::dict stats_dict(const QueuePairStats& s) {
     nb::dict d;
-    d["bytes_sent"] = s.bytes_sent;
-    d["bytes_received"] = s.bytes_received;
-    d["fpdus_sent"] = s.fpdus_sent;
-    d["fpdus_received"] = s.fpdus_received;
-    d["messages_sent"] = s.messages_sent;
-    d["messages_received"] = s.messages_received;
-    d["crc_errors"] = s.crc_errors;
-    d["executed_loads"] = s.executed_loads;
-    d["executed_stores"] = s.executed_stores;
-    d["executed_frees"] = s.executed_frees;
-    d["ord_stalls"] = s.ord_stalls;
-    d["socket_stalls"] = s.socket_stalls;
-    d["peer_ird"] = s.peer_ird;
-    d["peer_ord"] = s.peer_ord;
+    name_counters(d, s);
+    if (s.terminate_sent) name_terminates(d, "sent", {{s.terminate_sent, 1}});
+    if (s.terminate_received) name_terminates(d, "received", {{s.terminate_received, 1}});
+    d["peer_ird"] = u64{s.peer_ird};
+    d["peer_ord"] = u64{s.peer_ord};
+    return d;
+}
+
+nb::dict stats_dict(const DeviceStats& s) {
+    nb::dict d;
+    name_counters(d, s.sum);
+    name_terminates(d, "sent", s.terminates_sent);
+    name_terminates(d, "received", s.terminates_received);
+    d["queue_pairs"] = s.queue_pairs;
+    d["queue_pairs_ended"] = s.queue_pairs_ended;
+    const CaptureStats capture = s.capture.value_or(CaptureStats{});
+    d["capture_packets"] = capture.packets;
+    d["capture_bytes"] = capture.bytes;
+    d["capture_dropped_packets"] = capture.dropped_packets;
+    d["capture_errors"] = capture.errors;
     return d;
 }
 
@@ -339,6 +360,15 @@ void bind_device(nb::module_& m) {
              [](Device& d, u32 pd, std::shared_ptr<CompletionQueue> cq, u32 send_depth, u32 receive_depth, u16 ird, u16 ord,
                 double timeout) { return d.create_qp(pd, std::move(cq), make_limits(send_depth, receive_depth, ird, ord, timeout)); })
         .def("listen", &Device::listen, nb::call_guard<nb::gil_scoped_release>())
+        .def("stats",
+             [](Device& d) {
+                 DeviceStats stats;
+                 {
+                     nb::gil_scoped_release nogil;
+                     stats = d.stats();
+                 }
+                 return stats_dict(stats);
+             })
         .def("close", &Device::close, nb::call_guard<nb::gil_scoped_release>());
 }
 
@@ -353,13 +383,16 @@ NB_MODULE(_native, m) {
     m.def(
         "open_device",
         [](u32 mulpdu, const std::string& congestion, u32 first_atomic_id, const std::vector<u32>& stags, bool crc, bool peer_to_peer,
-           double spin_s) {
+           double spin_s, const std::optional<std::string>& capture_path, u64 capture_limit_bytes, bool capture_checksums) {
             const auto spin = std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(spin_s));
-            auto device = std::make_shared<Device>(
-                DeviceOptions{mulpdu, congestion, first_atomic_id, spin, {stags.begin(), stags.end()}, crc, peer_to_peer});
+            DeviceOptions options{mulpdu, congestion, first_atomic_id, spin, {stags.begin(), stags.end()}, crc, peer_to_peer};
+            if (capture_path) options.capture = CaptureOptions{*capture_path, capture_limit_bytes, capture_checksums};
+            auto device = std::make_shared<Device>(std::move(options));
             device->start();
             return device;
         },
+        nb::arg("mulpdu"), nb::arg("congestion"), nb::arg("first_atomic_id"), nb::arg("stags"), nb::arg("crc"), nb::arg("peer_to_peer"),
+        nb::arg("spin_s"), nb::arg("capture_path").none(), nb::arg("capture_limit_bytes"), nb::arg("capture_checksums"),
         "Open a device and start its progress thread.");
     m.def(
         "crc32c", [](const nb::bytes& data, u32 crc) { return crc32c_extend(crc, data.data(), data.size()); }, nb::arg("data"),

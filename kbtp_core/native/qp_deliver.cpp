@@ -141,6 +141,8 @@ void QueuePair::on_atomic_response(const wire::Segment&, const u8* payload) {
 void QueuePair::on_terminate(const u8* payload, u32 n) {
     wire::TerminateCode code = wire::error::rdmap_unspecified;
     if (payload && n >= 2) code = {static_cast<u8>(payload[0] >> 4), static_cast<u8>(payload[0] & 15), payload[1]};
+    ++stats_.terminates_received;
+    stats_.terminate_received = code.packed();
     {
         std::lock_guard lock(tx_mutex_);
         // Requests are served in order, so a remote protection error is about the oldest.
@@ -209,6 +211,7 @@ bool QueuePair::take_answer(const u8* payload) {
     const auto found = loads_.find(LoadBatch::sequence_of(answer));
     if (found == loads_.end() || !found->second->settle(answer)) return false;
     ++expected_send_msn_;
+    ++stats_.messages_received;
     --loads_outstanding_;
     replies_waiting_ = replies_waiting_ || !load_queue_.empty();
     if (found->second->is_done()) {

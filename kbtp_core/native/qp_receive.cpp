@@ -65,7 +65,7 @@ std::ptrdiff_t QueuePair::fill() {
         const u32 ulpdu = load_be<u16>(&staging_[begin_]);
         if (ulpdu > kDirectMinimum) want = std::min(want, wire::fpdu_size(ulpdu) - available + kLookAhead);
     }
-    const ssize_t n = ::recv(fd_, staging_.data() + end_, want, MSG_DONTWAIT);
+    const ssize_t n = socket_receive(capture_.get(), fd_, staging_.data() + end_, want);
     ran_dry_ = n > 0 && static_cast<std::size_t>(n) < want;
     if (n > 0) {
         end_ += static_cast<std::size_t>(n);
@@ -100,7 +100,7 @@ std::ptrdiff_t QueuePair::fill_direct() {
             pieces.push_back({staging_.data(), direct_.segment.last ? std::size_t{4096} : kLookAhead});
         }
     }
-    const ssize_t n = ::readv(fd_, pieces.data(), static_cast<int>(pieces.size()));
+    const ssize_t n = socket_receive(capture_.get(), fd_, pieces);
     ran_dry_ = n > 0 && static_cast<std::size_t>(n) < direct_bytes;
     if (n <= 0) return n;
     stats_.bytes_received += static_cast<u64>(n);
@@ -224,6 +224,7 @@ void QueuePair::take_frame(const u8* frame, u32 ulpdu) {
     may_answer();
     if (first && peer_to_peer_ && segment.opcode == wire::opcode::send && !segment.tagged && n == 0 && segment.msn == 1) {
         ++expected_send_msn_;  // the ready-to-receive Send of RFC 6581 is not for the ULP
+        ++stats_.messages_received;
         return;
     }
     if (may_be_answer(segment, payload, n)) {

@@ -136,7 +136,7 @@ void QueuePair::pump_and_arm(std::size_t budget) {
     retire();
     if (finishing_ && !fin_sent_ && drained() && fd_ >= 0) {
         fin_sent_ = true;
-        ::shutdown(fd_, SHUT_WR);
+        socket_finish(capture_.get(), fd_);
     }
     if (fin_sent_ && peer_finished_ && state_.load() == State::closing) later([](QueuePair& self) { self.end(0, 0, Status::ok); });
 }
@@ -159,6 +159,7 @@ void QueuePair::build_burst() {
         if (!current_ && !take_next()) break;
         if (!append_segment(*current_)) break;
         if (current_->sent == current_->length) {
+            ++stats_.messages_sent;
             burst_.finished.push_back(std::move(*current_));
             current_.reset();
         }
@@ -225,7 +226,6 @@ bool QueuePair::take_work_request() {
         e.state = EntryState::awaiting_response;
     }
     ++sent_to_;
-    ++stats_.messages_sent;
     current_ = std::move(m);
     return true;
 }
@@ -240,7 +240,6 @@ bool QueuePair::take_load() {
     expected_writes_.push_back(load_queue_.front()->encode_next(m.inline_data.data()));
     if (!load_queue_.front()->has_unsent()) load_queue_.pop_front();
     ++loads_outstanding_;
-    ++stats_.messages_sent;
     current_ = m;
     return true;
 }
@@ -262,7 +261,6 @@ bool QueuePair::take_store() {
     m.owner = Owner::executor_read;
     wire::encode(wire::ReadRequest{pool_->stag(), work.block_offset, work.length, work.stag, work.offset}, m.inline_data.data());
     outstanding_.push_back({work.entry, false, 0, pool_->stag(), work.block_offset, work.length, 0, pool_, true});
-    ++stats_.messages_sent;
     current_ = std::move(m);
     return true;
 }
@@ -456,7 +454,7 @@ QueuePair::Pumped QueuePair::send_burst() {
         msghdr message{};
         message.msg_iov = &burst_.pieces[burst_.next];
         message.msg_iovlen = std::min<std::size_t>(burst_.pieces.size() - burst_.next, IOV_MAX);
-        ssize_t n = ::sendmsg(fd_, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+        ssize_t n = socket_send(capture_.get(), fd_, message);
         if (n < 0) {
             if (errno == EINTR) continue;
             if (errno == EAGAIN || errno == EWOULDBLOCK) return Pumped::blocked;
@@ -499,8 +497,10 @@ void QueuePair::finish_burst() {
                 --executor_replies_;
                 break;
             case Owner::terminate:
+                ++stats_.terminates_sent;
+                stats_.terminate_sent = terminate_value_;
                 fin_sent_ = true;
-                ::shutdown(fd_, SHUT_WR);
+                socket_finish(capture_.get(), fd_);
                 break;
         }
     }

@@ -3,6 +3,7 @@
 
 #include <netdb.h>
 #include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <poll.h>
 #include <sched.h>
 #include <sys/epoll.h>
@@ -35,7 +36,7 @@ QueuePair::QueuePair(std::shared_ptr<Device> device, u32 number, u32 pd, std::sh
 }
 
 QueuePair::~QueuePair() {
-    if (fd_ >= 0) ::close(fd_);
+    if (fd_ >= 0) socket_close(capture_.get(), fd_);
 }
 
 std::string QueuePair::peer() const {
@@ -156,9 +157,16 @@ void QueuePair::abort() {
 }
 
 QueuePairStats QueuePair::stats() {
-    std::lock_guard progress(progress_mutex_);
     std::lock_guard lock(tx_mutex_);
+    count_retransmissions();
     return stats_;
+}
+
+// With tx_mutex_ held: what the kernel knows while the socket is there.
+void QueuePair::count_retransmissions() {
+    tcp_info info{};
+    socklen_t size = sizeof info;
+    if (fd_ >= 0 && ::getsockopt(fd_, IPPROTO_TCP, TCP_INFO, &info, &size) == 0) stats_.retransmitted_segments = info.tcpi_total_retrans;
 }
 
 // --- a thread that waits -------------------------------------------------------------------------------------------------------
@@ -228,8 +236,9 @@ void QueuePair::end_now() {
 
 void QueuePair::watch_socket() { device_->rearm(fd_, this, (reading_ && !driven_ ? EPOLLIN : 0u) | (write_armed_ ? EPOLLOUT : 0u)); }
 
-void QueuePair::adopt(int fd, std::string peer, wire::Startup request) {
+void QueuePair::adopt(int fd, std::unique_ptr<CaptureStream> capture, std::string peer, wire::Startup request) {
     fd_ = fd;
+    capture_ = std::move(capture);
     peer_ = std::move(peer);
     peer_private_data_ = request.private_data;
     request_ = std::move(request);
@@ -261,7 +270,7 @@ void QueuePair::reply_to_request(std::vector<u8> private_data) {
     peer_to_peer_ = reply.peer_to_peer;
     inserts_markers_ = request_.markers;
     const std::vector<u8> frame = wire::encode_startup(reply);
-    const ssize_t n = ::send(fd_, frame.data(), frame.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+    const ssize_t n = socket_send(capture_.get(), fd_, frame);
     if (n != static_cast<ssize_t>(frame.size())) return end(wire::error::tcp_lost.packed(), 0, Status::connect_failed);
     in_epoll_ = true;
     device_->watch(fd_, this, EPOLLIN);
@@ -345,6 +354,7 @@ void QueuePair::on_tcp_connected() {
         return try_next_address();
     }
     device_->configure_socket(fd_, is_local_address(fd_));
+    capture_ = device_->capture(fd_, true);
     wire::Startup request;
     request.crc = device_->options().crc;
     request.ird = limits_.ird;
@@ -352,8 +362,7 @@ void QueuePair::on_tcp_connected() {
     request.peer_to_peer = request.rtr_send = request.rtr_write = device_->options().peer_to_peer;
     request.private_data = startup_private_data_;
     const std::vector<u8> frame = wire::encode_startup(request);
-    if (::send(fd_, frame.data(), frame.size(), MSG_NOSIGNAL | MSG_DONTWAIT) != static_cast<ssize_t>(frame.size()))
-        return end(0, 0, Status::connect_failed);
+    if (socket_send(capture_.get(), fd_, frame) != static_cast<ssize_t>(frame.size())) return end(0, 0, Status::connect_failed);
     state_.store(State::requested);
     device_->rearm(fd_, this, EPOLLIN);
 }
@@ -370,7 +379,7 @@ void QueuePair::read_reply() {
             want += *length;
             if (end_ == want) break;
         }
-        const ssize_t n = ::recv(fd_, staging_.data() + end_, want - end_, MSG_DONTWAIT);
+        const ssize_t n = socket_receive(capture_.get(), fd_, staging_.data() + end_, want - end_);
         if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) return;
         if (n <= 0) return end(wire::error::tcp_lost.packed(), 0, Status::connect_failed);
         end_ += static_cast<std::size_t>(n);
@@ -465,8 +474,9 @@ void QueuePair::end(u64 value, u16 flags, Status status) {
         std::lock_guard receives(rq_mutex_);
         state_.store(State::dead);
         if (fd_ >= 0) {
+            count_retransmissions();
             if (in_epoll_) device_->unwatch(fd_);
-            ::close(fd_);
+            socket_close(capture_.get(), fd_);
             fd_ = -1;
         }
         flush_queues();

@@ -31,6 +31,7 @@
 #include <vector>
 
 #include "completion_queue.hpp"
+#include "counters.hpp"
 #include "executor_session.hpp"
 #include "fifo.hpp"
 #include "region.hpp"
@@ -48,11 +49,6 @@ class Pollable {
     virtual void on_event(u32 events) = 0;
     virtual void on_deadline() = 0;
     std::atomic<TimePoint> deadline = TimePoint::max();  // any thread may set it, and then calls Device::time
-};
-
-struct QueuePairStats {
-    u64 bytes_sent = 0, bytes_received = 0, fpdus_sent = 0, fpdus_received = 0, messages_sent = 0, messages_received = 0, crc_errors = 0,
-        executed_loads = 0, executed_stores = 0, executed_frees = 0, ord_stalls = 0, socket_stalls = 0, peer_ird = 0, peer_ord = 0;
 };
 
 class QueuePair : public Pollable, public Drivable, public std::enable_shared_from_this<QueuePair> {
@@ -90,7 +86,7 @@ class QueuePair : public Pollable, public Drivable, public std::enable_shared_fr
     void on_deadline() override;
     void end_now();
     // Passive side: take over the listener's socket and the peer's Request.
-    void adopt(int fd, std::string peer, wire::Startup request);
+    void adopt(int fd, std::unique_ptr<CaptureStream> capture, std::string peer, wire::Startup request);
 
   private:
     // --- transmit half, under tx_mutex_ --------------------------------------------------------------------------------------
@@ -155,6 +151,7 @@ class QueuePair : public Pollable, public Drivable, public std::enable_shared_fr
     void flush_queues();
     void arm_write(bool wanted);
     void fail_transmit(u64 value);
+    void count_retransmissions();
     bool drained() const {
         return burst_.empty() && !current_ && load_queue_.empty() && replies_.empty() && stores_.empty() &&
                sent_to_ == send_base_ + send_queue_.size();
@@ -262,6 +259,7 @@ class QueuePair : public Pollable, public Drivable, public std::enable_shared_fr
     std::atomic<State> state_{State::idle};  // written under progress_mutex_ and, but for start-up, tx_mutex_
     int fd_ = -1;                            // closed under tx_mutex_
     bool in_epoll_ = false;
+    std::unique_ptr<CaptureStream> capture_;  // set before the first octet moves, closed with fd_
 
     mutable std::mutex info_mutex_;  // guards the two below
     std::string peer_;
