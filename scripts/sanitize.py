@@ -16,8 +16,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARIES = {"thread": ("libtsan.so",), "address": ("libasan.so", "libstdc++.so")}
 TESTS = {
-    "thread": ("tests/fabric", "--ignore=tests/fabric/test_executor.py", "tests/transfer"),
-    "address": ("tests/fabric", "tests/transfer", "tests/session", "tests/executor"),
+    "thread": ("tests/conformance", "tests/fabric", "--ignore=tests/fabric/test_executor.py", "tests/transfer"),
+    "address": ("tests/conformance", "tests/fabric", "tests/transfer", "tests/session", "tests/executor"),
 }
 RUN = """
 import importlib.util, sys
