@@ -1,6 +1,7 @@
 """The native executor (`kbtp_core/native/executor.hpp`), as `fabric.api` has it; for the software RNIC, and for the simulator.
 
-Rule: what an executor works on (the table, the pool's arrays, a grant's usage cell) is kept alive by it or by the queue pair it serves.
+Rule: what an executor works on (the table, the pool's arrays, a grant's usage cell) is kept alive by it or by the queue pair it serves,
+whose use of it ends with the queue pair's object.
 """
 
 from __future__ import annotations

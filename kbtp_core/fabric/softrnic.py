@@ -6,6 +6,7 @@ without the GIL. This module gives it the shape of `fabric.api` and keeps alive 
 Rules:
 1. A `Region` keeps its memory alive until it is closed; closing waits until no transfer touches it.
 2. A device runs until `close`, or until nothing made from it is in use any more; closing ends all its queue pairs.
+3. A queue pair with an executor ends with its object at the latest, for what the executor works on is not kept alive any longer.
 """
 
 from __future__ import annotations
@@ -236,8 +237,11 @@ class QueuePair:
     def attach_executor(self, executor: ExecutorLike, pool: RegionLike, grant: StoreGrant | None = None) -> None:
         if not isinstance(executor, NativeExecutor) or not isinstance(pool, Region):
             raise FabricError("the executor and the pool region must come from this device")
-        self._keep += [executor, pool, grant]
-        self.native.attach_executor(executor.native, pool.native, grant)
+        try:
+            self.native.attach_executor(executor.native, pool.native, grant)
+        except ValueError as error:
+            raise FabricError(str(error)) from None
+        weakref.finalize(self, _end, self.native, executor, pool, grant)
 
     def reading(self) -> NDArray[np.uint64]:
         return np.array(self.native.reading(), np.uint64)
@@ -361,6 +365,11 @@ class SoftRnic:
 
 
 _NOTHING: Array = np.empty(0, COMPLETION)
+
+
+def _end(pair: _native.QueuePair, *kept: object) -> None:
+    pair.end()
+    del kept  # what its executor worked on
 
 
 def _column(values: ArrayLike, kind: str, count: int) -> Array:

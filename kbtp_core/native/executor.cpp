@@ -186,8 +186,9 @@ bool Executor::free(const StoreGrant& grant, u64 index) {
     u32 none = 0;
     if (!readers_[index].compare_exchange_strong(none, kClaim)) return false;
     const u64 block_offset = load_be<u64>(table_ + 16 * index + 8);
-    // The generation advances before anybody else can have the block.
+    // The generation advances before anybody else can have the block, and before it is cleared under one who reads it by himself.
     publish(index, 0, next_generation(pool_->generations[index]));
+    std::atomic_thread_fence(std::memory_order_seq_cst);
     pool_->entry_states[index] = kIdle;
     pool_->owners[index] = 0;
     return_block(grant, block_offset);

@@ -27,6 +27,7 @@
 #include <span>
 #include <vector>
 
+#include "region.hpp"
 #include "types.hpp"
 
 namespace kbtp {
@@ -106,6 +107,7 @@ class Executor {
 
     u32 block_bytes() const { return block_bytes_; }
     bool has_pool() const { return pool_.has_value(); }
+    bool lies_in(const Region& region) const { return region.contains(pool_->base_offset, pool_->blocks * block_bytes_); }
     std::optional<u64> index_of(u64 handle) const {
         return handle - base_handle_ < entries_ ? std::optional(handle - base_handle_) : std::nullopt;
     }

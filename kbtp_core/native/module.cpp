@@ -314,6 +314,7 @@ void bind_queue_pair(nb::module_& m) {
         .def("unsent_loads", &QueuePair::unsent_loads)
         .def("close", &QueuePair::close)
         .def("abort", &QueuePair::abort)
+        .def("end", &QueuePair::end_now, nb::call_guard<nb::gil_scoped_release>())
         .def("stats", [](QueuePair& q) { return stats_dict(q.stats()); });
 
     nb::class_<PendingConnection>(m, "ConnectionRequest")

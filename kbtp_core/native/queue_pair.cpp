@@ -114,6 +114,8 @@ QueuePair::Posted QueuePair::post_receive(std::span<const ReceiveRequest> reques
 
 void QueuePair::attach_executor(std::shared_ptr<Executor> executor, RegionPtr pool, std::optional<StoreGrant> grant) {
     if (pool->pd() != pd_) throw std::invalid_argument("the pool region is of another protection domain than this queue pair");
+    if (grant && executor->has_pool() && (!pool->has(access::local_write) || !executor->lies_in(*pool)))
+        throw std::invalid_argument("stores need a pool region with LOCAL_WRITE that has all blocks of the executor's pool");
     std::lock_guard lock(tx_mutex_);
     if (executor_) throw std::invalid_argument("this queue pair has an executor already");
     executor_.emplace(std::move(executor), grant, pool->length());
@@ -154,6 +156,11 @@ void QueuePair::close(double timeout_s) {
 
 void QueuePair::abort() {
     later([](QueuePair& self) { self.end(0, 0, Status::ok); });
+}
+
+void QueuePair::end_now() {
+    std::lock_guard lock(progress_mutex_);
+    end(0, 0, Status::ok);
 }
 
 QueuePairStats QueuePair::stats() {
@@ -228,11 +235,6 @@ void QueuePair::drive(TimePoint until) {
 }
 
 // --- progress -------------------------------------------------------------------------------------------------------------------
-
-void QueuePair::end_now() {
-    std::lock_guard lock(progress_mutex_);
-    end(0, 0, Status::ok);
-}
 
 void QueuePair::watch_socket() { device_->rearm(fd_, this, (reading_ && !driven_ ? EPOLLIN : 0u) | (write_armed_ ? EPOLLOUT : 0u)); }
 

@@ -78,13 +78,14 @@ class QueuePair : public Pollable, public Drivable, public std::enable_shared_fr
     u64 unsent_loads();
     void close(double timeout_s);
     void abort();
+    // As `abort`, but when it returns nothing of this pair touches memory any more, nor its executor's state.
+    void end_now();
     QueuePairStats stats();
     void drive(TimePoint until) override;
 
     // --- progress thread --------------------------------------------------------------------------------------------------
     void on_event(u32 events) override;
     void on_deadline() override;
-    void end_now();
     // Passive side: take over the listener's socket and the peer's Request.
     void adopt(int fd, std::unique_ptr<CaptureStream> capture, std::string peer, wire::Startup request);
 

@@ -239,14 +239,14 @@ class TargetSession:
 
     @property
     def is_idle(self) -> bool:
-        """Whether its end would hurt nobody: it is ready, nothing of it is under way, and it has bound no block of a ring's pool."""
+        """Whether its end would hurt nobody: it is ready, nothing of it is under way, and it owns no block of a ring's pool.
+
+        An executor has things under way that are not seen here; what it stores is, for it owns the block first.
+        """
         if self.state is not TargetState.READY or self._outstanding or self._operations or self._lines or self._effects or self._frees:
             return False
-        if not isinstance(self._target.pool, BlockPool):
-            return True
-        start = self.handle_base - self._target.table.base_handle
-        is_unbound = not len(self._target.table.valid_indexes(start, self.handle_count))
-        return is_unbound and (self.partition is None or not self.partition.taken_offsets)
+        pool = self._target.pool
+        return not isinstance(pool, BlockPool) or pool.usage(self.number) == 0
 
     def is_reading(self, indexes: NDArray[np.intp]) -> bool:
         """Whether an RDMA Write of the block of one of these entries has not completed."""

@@ -23,6 +23,7 @@ from kbtp_core.session.target_core import PoolRegion, TargetCore
 _log = logging.getLogger(__name__)
 
 _EXIT_TIMEOUT_S: Final = 0.5  # for a server that was not closed before the interpreter ends
+_ABORT_TIMEOUT_S: Final = 0.5  # what is aborted ends as soon as its device notices
 
 
 class TargetServer:
@@ -103,7 +104,7 @@ class TargetServer:
             self.target.check_integrity()
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Say goodbye, wait up to `timeout_s` for peers to finish, end every connection. Idempotent."""
+        """Say goodbye, wait up to `timeout_s` for peers to finish, end every connection, by force if need be. Idempotent."""
         atexit.unregister(self.close)
         with self._lock:
             if self._is_stopping:
@@ -116,6 +117,9 @@ class TargetServer:
         with self._lock:
             self._core.close_all()
         self._wait_for_disconnects(deadline)
+        with self._lock:
+            self._core.abort_all()
+        self._wait_for_disconnects(time.monotonic() + _ABORT_TIMEOUT_S)
         self._is_stopping = True
         self._cq.wake()
         self._thread.join(timeout=timeout_s)

@@ -534,6 +534,12 @@ class TargetCore:
             connection.is_closing = True
             connection.qp.close()
 
+    def abort_all(self) -> None:
+        """End every connection at once; DISCONNECTED follows for each."""
+        for connection in self._connections.values():
+            connection.is_closing = True
+            connection.qp.abort()
+
     def flush(self) -> None:
         while self.dirty:
             self.dirty.pop().flush()

@@ -200,3 +200,15 @@ def test_no_more_blocks_are_taken_than_the_quota(side: Side) -> None:
     for index in range(3):
         peer.send(inlined(index, b"x", BASE + index))
     assert statuses(peer) == {0: Status.OK, 1: Status.OK, 2: Status.NO_SPACE}
+
+
+def test_a_session_is_idle_only_while_it_owns_no_block_not_even_for_a_store_under_way(side: Side) -> None:
+    peer = connect(side)
+    assert peer.session.is_idle
+    peer.send(fetched(1))
+    assert not peer.session.is_idle
+    peer.finish_one()
+    assert not peer.session.is_idle
+    peer.send(Free(2, BASE, 0).encode())
+    assert peer.session.is_idle
+    assert peer.native_count == 2

@@ -5,6 +5,7 @@ The table is written by the test as the draft lays it out (section 3.2); request
 
 from __future__ import annotations
 
+import gc
 import struct
 import threading
 import time
@@ -13,8 +14,9 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from kbtp_core.fabric.api import Access, Executor, Op, QueueLimits, ReportsReaders, WrFlag
+from kbtp_core.fabric.api import Access, Executor, FabricError, Op, PoolState, QueueLimits, ReportsReaders, StoreGrant, WrFlag
 from tests.fabric.peer import Peer, closing, dial
 from tests.fabric.wire import Opcode, StartUp, Tagged, Terminate, Untagged, send, write
 from tests.fabric.world import End, Memory, Node, node, pattern, request
@@ -359,3 +361,50 @@ def wait_until(holds: Callable[[], bool], timeout_s: float = 5.0) -> None:
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.001)
+
+
+def test_a_pair_ends_with_its_object_for_nobody_keeps_alive_what_its_executor_works_on() -> None:
+    with target() as it:
+        it.bind(0)
+        peer, end = it.connect()
+        with closing(peer):
+            peer.send(send(load(BASE), 1))
+            expect_block(peer, it, 0, 100, 1)
+            number = end.qp.number
+            del end
+            gc.collect()
+            assert not it.device.is_idle(number, 0.0), "what was posted was flushed by now"
+            with pytest.raises(EOFError):
+                peer.receive()
+
+
+def pool_of(memory: NDArray[np.uint8]) -> PoolState:
+    return PoolState(
+        memory=memory,
+        base_offset=0,
+        block_states=np.zeros(ENTRIES, np.uint8),
+        entry_states=np.zeros(ENTRIES, np.uint8),
+        owners=np.zeros(ENTRIES, np.uint64),
+        generations=np.ones(ENTRIES, np.uint16),
+        slots=np.zeros(4 * ENTRIES, np.uint32),
+        counters=np.zeros(2, np.uint64),
+        log2_slots=3,
+        is_masked=True,
+        clears_blocks=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("length", "access"), [(ENTRIES * BLOCK_BYTES - 1, Access.LOCAL_WRITE), (ENTRIES * BLOCK_BYTES, Access.REMOTE_READ)]
+)
+def test_a_pool_region_that_can_not_take_every_store_is_refused(length: int, access: Access) -> None:
+    with node() as device:
+        memory = np.zeros(ENTRIES * BLOCK_BYTES, np.uint8)
+        executor = device.fabric.create_executor(np.zeros(16 * ENTRIES, np.uint8), BASE, BLOCK_BYTES, pool_of(memory))
+        assert executor is not None
+        region = device.pd.register(memory[:length], access)
+        grant = StoreGrant(1, BASE, ENTRIES, 64, ENTRIES, np.zeros(1, np.uint64))
+        pair = device.create_qp().qp
+        with pytest.raises(FabricError, match="LOCAL_WRITE"):
+            pair.attach_executor(executor, region, grant)
+        pair.attach_executor(executor, region)

@@ -11,7 +11,11 @@ import pytest
 from kbtp_core.errors import SessionClosed
 from kbtp_core.fabric.softrnic import SoftRnic
 from kbtp_core.protocol import BlockPool, Capability, Flag, Status
+from kbtp_core.protocol.hello import Hello
+from kbtp_core.protocol.wire import AllocStore, DataDescriptor
 from kbtp_core.session import InitiatorSession, TargetServer
+from tests.fabric.peer import dial
+from tests.fabric.wire import Opcode, StartUp, send
 from tests.session.conftest import BLOCK, World, buffer, soon, wait_until
 
 
@@ -147,5 +151,25 @@ def test_sessions_on_both_sides_of_the_executor_share_one_ring() -> None:
         server.target.check_integrity()
     executed = sorted(connection.qp.stats()["executed_stores"] for connection in server._core._connections.values())
     assert executed == [0, 640]
+    world.close()
+    fabric.close()
+
+
+def test_a_server_that_is_closed_has_no_connection_left_though_a_peer_holds_on_to_one() -> None:
+    fabric = SoftRnic()
+    world = World(fabric, use_executor=True)
+    server = world.ring()
+    peer = dial(server.address[1])
+    peer.request(StartUp())
+    peer.send(send(Hello(0, incarnation=5, quota=4, handle_count=4, outstanding=4).encode(), 1))
+    peer.receive()
+    peer.send(send(AllocStore(1, 1000, 0, DataDescriptor(9, 0, BLOCK)).encode(), 2))
+    assert peer.receive_untagged().opcode == Opcode.READ_REQUEST, "and it is never answered"
+    server.close(0.0)
+    assert server.session_count == 0
+    pool = server.target.pool
+    assert isinstance(pool, BlockPool)
+    assert not pool.states.any()
+    peer.close()
     world.close()
     fabric.close()
