@@ -74,7 +74,7 @@ class World {
         FUZZ_CHECK(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, ends) == 0);
         wire::Startup request;
         request.ird = request.ord = 4;
-        qp->adopt(ends[0], "fuzzer", request);
+        qp->adopt(ends[0], nullptr, "fuzzer", request);
         qp->accept({});
         say(ends[1], stream, piece);
         finish(*qp, *cq, ends[1]);
