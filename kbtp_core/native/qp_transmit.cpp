@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <climits>
+#include <utility>
 
 #include "crc32c.hpp"
 #include "device.hpp"
@@ -206,9 +207,10 @@ bool QueuePair::take_work_request() {
     }
     if ((r.flags & wr_flag::fence) && !outstanding_.empty()) return false;
     if (is_request(r.op) && outstanding_.size() >= ord_) {
-        ++stats_.ord_stalls;
+        stats_.ord_stalls += !std::exchange(request_stalls_, true);
         return false;
     }
+    request_stalls_ = false;
     Message m = message_for(e);
     m.owner_id = sent_to_;
     if (!m.header.tagged) m.header.msn = is_request(r.op) ? request_msn_++ : send_msn_++;
@@ -248,9 +250,10 @@ bool QueuePair::take_load() {
 bool QueuePair::take_store() {
     if (stores_.empty()) return false;
     if (outstanding_.size() >= ord_) {
-        ++stats_.ord_stalls;
+        stats_.ord_stalls += !std::exchange(store_stalls_, true);
         return false;
     }
+    store_stalls_ = false;
     const Work work = stores_.front();
     stores_.pop_front();
     Message m;

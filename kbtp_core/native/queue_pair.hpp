@@ -290,7 +290,8 @@ class QueuePair : public Pollable, public Drivable, public std::enable_shared_fr
     bool reading_ = true;
     bool driven_ = false;  // a thread that waits asks the socket for octets, not the device
     QueuePairStats stats_;
-    std::deque<std::shared_ptr<LoadBatch>> load_queue_;  // batches with requests not sent yet
+    bool request_stalls_ = false, store_stalls_ = false;  // the next one waits for ORD, and is counted
+    std::deque<std::shared_ptr<LoadBatch>> load_queue_;   // batches with requests not sent yet
     std::unordered_map<u32, std::shared_ptr<LoadBatch>> loads_;
     Fifo<ExpectedWrite> expected_writes_;  // of outstanding LOADs, in the order they were sent
     u32 load_credits_ = 0, loads_outstanding_ = 0;
