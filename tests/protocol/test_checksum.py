@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Callable
 
 import numpy as np
+import pytest
 
 from kbtp_core.protocol.constants import Capability, Flag, Status
 from kbtp_core.protocol.effects import LoadMany, Send
@@ -56,6 +57,18 @@ def test_the_checksum_of_a_sealed_block_is_computed_once_in_each_life() -> None:
     put(link, 100, b"new")
     assert load(link, 100) == zlib.crc32(b"new")
     assert seen == [b"old", b"new"]
+
+
+@pytest.mark.parametrize("generation", [1, 2])
+def test_a_generation_that_comes_again_brings_no_old_checksum(generation: int) -> None:
+    link, _ = checked()
+    put(link, 100, b"old")
+    assert load(link, 100) == zlib.crc32(b"old")
+    link.run(link.initiator.free([100], 0))
+    table = link.world.target.table
+    table.generations[0] = table.entries["generation"][0] = 65535 if generation == 1 else 1  # 65,535 binds and frees later
+    assert put(link, 100, b"new") == generation
+    assert load(link, 100) == zlib.crc32(b"new")
 
 
 def test_the_checksum_of_an_open_block_is_computed_every_time() -> None:

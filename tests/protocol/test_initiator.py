@@ -147,6 +147,7 @@ def test_a_window_is_as_large_as_limit_and_credit_allow() -> None:
     initiator.reserved_count = 0
     assert initiator.take_window(2) == (second, 0, 1)
     assert initiator.take_window(2) is None
+    assert first.is_outstanding.dtype == np.bool_
     assert (first.is_outstanding.tolist(), second.is_outstanding.tolist()) == ([True] * 3, [True, False, False])
     assert initiator.has_unsent
 

@@ -508,6 +508,20 @@ def test_what_native_code_reads_of_a_target_has_the_width_that_it_expects() -> N
     assert {array.shape for array in (target.entry_state, target.reading, target.owners)} == {(16,)}
 
 
+def test_an_entry_names_the_session_that_bound_it_until_its_block_is_back() -> None:
+    world = ring_world()
+    other, link = ready(world), ready(world, quota=1)
+    put(link, 108, b"data")
+    assert (other.session.number, world.target.owners.tolist()) == (1, [0] * 8 + [2] + [0] * 7)
+    world.native_readers[8] = 1
+    link.initiator.free([108], 0)
+    link.run()
+    assert world.target.owners[8] == 2
+    world.native_readers.clear()
+    world.tick()
+    assert not world.target.owners.any()
+
+
 def test_an_entry_makes_no_move_that_it_may_not_make() -> None:
     target = ring_world().target
     target.reserve(0)
