@@ -64,7 +64,8 @@ def mutants(session: nox.Session) -> None:
     """Whether a test fails for each small change of the protocol's code (docs/mutation.md; some 40 minutes on one core)."""
     session.install("-qq", "mutmut==3.8.1", "numpy>=1.24", "hypothesis>=6.100", "pytest>=8")
     session.run("mutmut", "run", "--max-children", "1", *session.posargs)
-    session.run("python", "scripts/mutants.py", "--check")
+    if not session.posargs:
+        session.run("python", "scripts/mutants.py")
 
 
 @nox.session(venv_backend="venv", default=False)
