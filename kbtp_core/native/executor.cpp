@@ -11,6 +11,8 @@ constexpr u8 kVersion = 1;
 constexpr u16 kInline = 0x0001, kSeal = 0x0002, kInvalidate = 0x0008, kAllowUnsealed = 0x0010;
 constexpr u16 kValid = 0x0001, kSealed = 0x0002;
 constexpr u64 kEmptySlot = ~u64{0};
+// The octets of one block that are cleared here at most. Whoever calls serves other sessions, too, and they wait meanwhile.
+constexpr u32 kClearMost = 256 * 1024;
 
 // States of an entry and of a block (protocol/target.py EntryState, protocol/pool.py BlockState).
 constexpr u8 kIdle = 0, kBound = 1, kReserved = 4;
@@ -140,6 +142,8 @@ void Executor::give_back(u64 block_offset) {
 }
 
 // --- blocks ---------------------------------------------------------------------------------------------------------------------
+
+bool Executor::clears_at_length() const { return pool_->clears && block_bytes_ > kClearMost; }
 
 bool Executor::is_idle(u64 index) const { return pool_->entry_states[index] == kIdle; }
 

@@ -140,6 +140,7 @@ class Executor {
     void update(u64 index, u32 length, bool seal);  // data was stored into a bound block
     bool free(const StoreGrant& grant, u64 index);
     bool is_idle(u64 index) const;
+    bool clears_at_length() const;  // `free` would take too long: it is left to the software target
     u8* block(u64 block_offset) { return pool_->memory + (block_offset - pool_->base_offset); }
 
   private:

@@ -97,7 +97,7 @@ std::optional<Work> ExecutorSession::alloc_store(const Request& r, bool may_read
 
 std::optional<Work> ExecutorSession::free(const Request& r) {
     const auto index = executor_->index_of(r.handle);
-    if (!index || !is_own(r.handle) || unsettled_.contains(*index)) return {};
+    if (!index || !is_own(r.handle) || unsettled_.contains(*index) || executor_->clears_at_length()) return {};
     const Entry entry = executor_->entry(*index);
     if (!entry.is_valid() || !accepts(r, entry) || !executor_->free(*grant_, *index)) return {};
     return Work{.kind = Work::Kind::answer, .opcode = opcode::free, .answer = encode_answer(r, executor_->entry(*index), false)};

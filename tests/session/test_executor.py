@@ -10,7 +10,7 @@ import pytest
 
 from kbtp_core.errors import SessionClosed
 from kbtp_core.fabric.softrnic import SoftRnic
-from kbtp_core.protocol import BlockPool, Capability, Flag, Status
+from kbtp_core.protocol import BlockPool, BlockTable, Capability, Flag, Status, Target
 from kbtp_core.protocol.hello import Hello
 from kbtp_core.protocol.wire import AllocStore, DataDescriptor
 from kbtp_core.session import InitiatorSession, TargetServer
@@ -171,5 +171,24 @@ def test_a_server_that_is_closed_has_no_connection_left_though_a_peer_holds_on_t
     assert isinstance(pool, BlockPool)
     assert not pool.states.any()
     peer.close()
+    world.close()
+    fabric.close()
+
+
+@pytest.mark.parametrize(("domains", "native_count"), [(frozenset({"a", "b"}), 0), (frozenset({"a"}), 1)])
+def test_nobody_waits_while_a_large_block_is_cleared(domains: frozenset[str], native_count: int) -> None:
+    """The executor serves all sessions of its device from one thread; the target, whose work it is then, takes sessions in turns."""
+    fabric = SoftRnic()
+    world = World(fabric, use_executor=True)
+    block = 512 * 1024
+    world.memory = np.zeros(2 * block, np.uint8)
+    target = Target(BlockPool(block, world.memory), BlockTable(4, 1000), name="large", incarnation=7, trust_domains=domains)
+    server = world._serve(target)
+    session = world.connect(server, quota=2, trust_domain="a")
+    stored = session.alloc_store_inline([1000], 0, [b"secret"], deadline=soon()).wait()
+    assert world.memory[stored.block_offset[0]] == ord("s")
+    assert session.free([1000], stored.generation, deadline=soon()).wait().ok
+    assert counts(server)["executed_frees"] == native_count
+    assert world.memory.any() == (len(domains) == 1)
     world.close()
     fabric.close()
