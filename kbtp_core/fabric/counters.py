@@ -33,8 +33,9 @@ BY_CODE = {
 PAIR_VALUES = {
     "peer_ird": "How many Reads and atomics the peer said it takes at once.",
     "peer_ord": "How many Reads and atomics the peer said it may have outstanding.",
+    "stores_under_way": "Stores of the executor whose data has not come yet (no counter: it falls).",
 }
-"""Of a queue pair only: what start-up agreed."""
+"""Of a queue pair only: what start-up agreed, and what is now."""
 
 DEVICE_VALUES = {
     "queue_pairs": "Queue pairs that have not ended (no counter: it falls).",

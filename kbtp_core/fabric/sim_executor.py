@@ -43,9 +43,14 @@ class SimRun:
         """Whether something of it is still to be sent."""
         return bool(self._loads or self._waiting)
 
+    @property
+    def store_count(self) -> int:
+        """Stores whose data has not come yet."""
+        return len(self._waiting) + len(self._reading)
+
     def take(self, data: bytes, is_up: bool, receive_count: int) -> bool:
         """Whether a message is run here. Each one that is needs one of the receives that are posted until it is answered."""
-        if receive_count <= len(self._loads) + len(self._waiting) + len(self._reading):
+        if receive_count <= len(self._loads) + self.store_count:
             return False
         work = self._session.take(data, is_up, self._pair.read_limit > 0)
         if work is None:

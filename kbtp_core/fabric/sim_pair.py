@@ -289,7 +289,7 @@ class SimQp:
         self.run = SimRun(self, executor, pool, grant)
 
     def stats(self) -> dict[str, int]:
-        counts = {} if self.run is None else self.run.counts
+        counts = {} if self.run is None else {**self.run.counts, "stores_under_way": self.run.store_count}
         return {"queued": len(self._queue), "started": len(self._works), "receives": len(self.receiver.posted), **counts}
 
     # Sending ---------------------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ struct QueuePairStats {
     // No sums: the code of the one Terminate each way, as TerminateCode::packed has it, or 0; what the peer said in its start-up frame.
     Counter terminate_sent, terminate_received;
     Counter peer_ird, peer_ord;
+    Counter stores_under_way;  // of the executor: those whose data has not come yet
 };
 
 struct NamedCounter {

@@ -30,18 +30,14 @@ std::optional<Work> ExecutorSession::take(std::span<const u8> message, bool is_u
 // Rule 3. The software target could not tell: it has not heard of that store.
 std::optional<Work> ExecutorSession::duplicate(std::span<const u8> message) const {
     if (message.size() < kHeader || message[0] != 1 || message[1] < opcode::load || message[1] > opcode::bind) return {};
-    const u64 id = load_be<u64>(&message[4]);
-    for (const auto& [index, unsettled] : unsettled_) {
-        if (!unsettled.store || unsettled.store->id != id) continue;
-        Request named{};
-        named.id = id;
-        named.handle = load_be<u64>(&message[12]);
-        const auto at = executor_->index_of(named.handle);
-        Work work{.kind = Work::Kind::answer, .answer = encode_answer(named, at ? executor_->entry(*at) : Entry{}, false)};
-        store_be<u16>(&work.answer[22], kMalformed);
-        return work;
-    }
-    return {};
+    Request named{};
+    named.id = load_be<u64>(&message[4]);
+    if (!store_ids_.contains(named.id)) return {};
+    named.handle = load_be<u64>(&message[12]);
+    const auto at = executor_->index_of(named.handle);
+    Work work{.kind = Work::Kind::answer, .answer = encode_answer(named, at ? executor_->entry(*at) : Entry{}, false)};
+    store_be<u16>(&work.answer[22], kMalformed);
+    return work;
 }
 
 std::optional<Work> ExecutorSession::load(const Request& r) {
@@ -105,6 +101,7 @@ std::optional<Work> ExecutorSession::free(const Request& r) {
 
 Work ExecutorSession::read(const Request& r, u64 index, u64 block_offset) {
     unsettled_.emplace(index, Unsettled{r, block_offset});
+    store_ids_.insert(r.id);
     return {.kind = Work::Kind::read,
             .opcode = r.opcode,
             .entry = index,
@@ -130,6 +127,7 @@ Work ExecutorSession::finish(const Request& r, u64 index, u64 block_offset) {
 
 Work ExecutorSession::store_arrived(u64 entry) {
     const Unsettled done = unsettled_.extract(entry).mapped();
+    store_ids_.erase(done.store->id);
     return finish(*done.store, entry, done.block_offset);
 }
 
@@ -138,6 +136,7 @@ void ExecutorSession::give_up() {
     for (const auto& [index, unsettled] : unsettled_)
         if (unsettled.store && unsettled.store->opcode == opcode::alloc_store) executor_->untake(*grant_, index, unsettled.block_offset);
     unsettled_.clear();
+    store_ids_.clear();
 }
 
 }  // namespace kbtp

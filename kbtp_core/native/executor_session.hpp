@@ -12,6 +12,7 @@
 #pragma once
 
 #include <unordered_map>
+#include <unordered_set>
 
 #include "executor.hpp"
 
@@ -53,6 +54,8 @@ class ExecutorSession {
     void give_up();
 
     bool has_unsettled() const { return !unsettled_.empty(); }
+    // Stores whose data has not come yet.
+    u64 stores_under_way() const { return store_ids_.size(); }
 
   private:
     struct Unsettled {
@@ -74,6 +77,7 @@ class ExecutorSession {
     const std::optional<StoreGrant> grant_;
     const u64 pool_bytes_;
     std::unordered_map<u64, Unsettled> unsettled_;  // by table entry
+    std::unordered_set<u64> store_ids_;             // Request IDs of the stores among them
 };
 
 }  // namespace kbtp

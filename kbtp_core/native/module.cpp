@@ -81,6 +81,7 @@ nb::dict stats_dict(const QueuePairStats& s) {
     if (s.terminate_received) name_terminates(d, "received", {{s.terminate_received, 1}});
     d["peer_ird"] = u64{s.peer_ird};
     d["peer_ord"] = u64{s.peer_ord};
+    d["stores_under_way"] = u64{s.stores_under_way};
     return d;
 }
 

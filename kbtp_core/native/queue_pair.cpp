@@ -166,6 +166,7 @@ void QueuePair::end_now() {
 QueuePairStats QueuePair::stats() {
     std::lock_guard lock(tx_mutex_);
     count_retransmissions();
+    stats_.stores_under_way = executor_ ? executor_->stores_under_way() : 0;
     return stats_;
 }
 

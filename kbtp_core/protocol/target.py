@@ -252,20 +252,25 @@ class Target:
         self._companion = companion
         self._ring().ring.driver = companion
 
-    def begin_reading(self, indexes: NDArray[np.intp], seen: NDArray[Any]) -> bool:
-        """Count a reader of each entry; False, with nothing counted, if one of them is not as `seen` (dtype ENTRY) any more."""
+    def hold(self, indexes: NDArray[np.intp]) -> None:
+        """Count a reader of each entry. What is seen of an entry from now on stays: an executor frees none that has readers."""
         np.add.at(self.reading, indexes, 1)
+        if self._companion is not None:
+            self._companion.hold(indexes.astype(np.uint64))
+
+    def begin_reading(self, indexes: NDArray[np.intp], seen: NDArray[Any]) -> bool:
+        """`hold` these entries; False, with nothing counted, if one of them is not as `seen` (dtype ENTRY) any more."""
+        self.hold(indexes)
         if self._companion is None:
             return True
-        self._companion.hold(indexes.astype(np.uint64))
         now = self.table.entries[indexes]
-        if (now["flags"] == seen["flags"]).all() and (now["generation"] == seen["generation"]).all():
+        if all((now[name] == seen[name]).all() for name in ("flags", "generation", "block_offset")):
             return True
         self.end_reading(indexes)
         return False
 
     def end_reading(self, indexes: NDArray[np.intp]) -> None:
-        """Undo `begin_reading`."""
+        """Undo `hold`."""
         np.subtract.at(self.reading, indexes, 1)
         if self._companion is not None:
             self._companion.let_go(indexes.astype(np.uint64))

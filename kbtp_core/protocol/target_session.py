@@ -29,7 +29,7 @@ from kbtp_core.protocol.effects import Close, Effect, LoadMany, Read, Record, Re
 from kbtp_core.protocol.hello import Hello, HelloAck
 from kbtp_core.protocol.partition import Partition, PartitionState
 from kbtp_core.protocol.pool import BlockPool
-from kbtp_core.protocol.table import ENTRY, Entry
+from kbtp_core.protocol.table import Entry
 from kbtp_core.protocol.target_batch import free_lent, judge_loads, plain_frees, plain_loads
 from kbtp_core.protocol.target_grant import Expose
 from kbtp_core.protocol.target_greeting import Greeting
@@ -375,6 +375,8 @@ class TargetSession:
                 return
 
     def _load(self, request: Load, index: int | None) -> None:
+        at = np.arange(0) if index is None else np.array([index])
+        self._target.hold(at)
         entry = None if index is None else self._target.table.entry(index)
         status = _check_bound(request, entry)
         if index in self._target.confined and not self._is_trusted(index):
@@ -386,11 +388,8 @@ class TargetSession:
             elif entry.data_length > request.data.length:
                 status = Status.LENGTH
         if status is not _OK or index is None or entry is None:
+            self._target.end_reading(at)
             self._fail(request, status)
-            return
-        at = np.array([index])
-        if not self._target.begin_reading(at, np.array([entry], ENTRY)):
-            self._load(request, index)  # an executor has freed it just now
             return
         # A later STORE would change an unsealed block under the Write, so it waits; a sealed block doesn't change.
         holds_line = not entry.is_sealed

@@ -32,7 +32,8 @@ class TargetServer:
     `pool_region` registers the pool's memory in a connection's protection domain. With `use_executor` plain LOADs are answered by
     the provider where it can. At most `session_limit` connections are served at once; each must say HELLO within `hello_timeout_s`.
     When there are as many, the session that has been idle longest makes room for the next.
-    A peer that still reads a block `drain_limit_s` after its owner took it back loses its connection.
+    A peer that still reads a block `drain_limit_s` after its owner took it back loses its connection, and so does one that answers
+    none of the RDMA Reads for its stores for `store_limit_s`.
 
     Raises FabricError if the address can't be had.
     """
@@ -49,6 +50,7 @@ class TargetServer:
         session_limit: int = 256,
         hello_timeout_s: float = 5.0,
         drain_limit_s: float = 10.0,
+        store_limit_s: float = 30.0,
     ) -> None:
         self.target: Final = target
         self._cq = fabric.create_cq()
@@ -62,6 +64,7 @@ class TargetServer:
             session_limit=session_limit,
             hello_timeout_s=hello_timeout_s,
             drain_limit_s=drain_limit_s,
+            store_limit_s=store_limit_s,
         )
         self._listener = fabric.listen(host, port, self._cq, startup_timeout_s=hello_timeout_s)
         self.address: Final[tuple[str, int]] = self._listener.address

@@ -23,7 +23,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kbtp_core.fabric.api import (
-    WORK_REQUEST,
     Array,
     CompletionQueue,
     CompletionStatus,
@@ -33,6 +32,7 @@ from kbtp_core.fabric.api import (
     FabricError,
     Op,
     ProtectionDomain,
+    QueueFull,
     QueueLimits,
     QueuePair,
     QueuePairClosed,
@@ -47,14 +47,14 @@ from kbtp_core.protocol.constants import (
     HELLO_LIMIT_BYTES,
     REQUEST_BYTES,
     Capability,
-    Flag,
 )
 from kbtp_core.protocol.effects import Close, Effect, LoadMany, Read, Record, RevokePartition, Send, SendMany, Write
 from kbtp_core.protocol.target import Target
 from kbtp_core.protocol.target_session import TargetSession, TargetState
 from kbtp_core.session.exposure import ExposedMemory
-from kbtp_core.session.fence import DrainFence, is_reading
+from kbtp_core.session.fence import DrainFence, StoreFence, is_reading
 from kbtp_core.session.native import create_executor, store_grant
+from kbtp_core.session.posting import PostBatch
 from kbtp_core.session.slots import ReceiveRows, SendRows
 
 _log = logging.getLogger(__name__)
@@ -73,98 +73,6 @@ _SENDS: Final = frozenset({Op.SEND, Op.SEND_INVALIDATE, Op.SEND_SE, Op.SEND_SE_I
 
 PoolRegion = Callable[[ProtectionDomain], Region]
 """Registers the pool's memory in a connection's protection domain, with LOCAL_WRITE if stores are served."""
-
-
-class _PostBatch:
-    """Work requests that will be posted together, behind `posted_count` earlier ones."""
-
-    def __init__(self, posted_count: int) -> None:
-        self.answer_count = 0  # received messages that these requests answer
-        self.signaled: list[tuple[int, int]] = []  # (requests ever posted up to a signaled one, mark in the send rows)
-        self._posted_count = posted_count
-        self._rows: list[tuple[int, ...]] = []  # single requests behind the last of `_arrays`
-        self._arrays: list[Array] = []
-        self._count = 0
-
-    def __len__(self) -> int:
-        return self._count
-
-    def add_signaled(self, op: Op, flags: int, effect: Write | Read, pool_stag: int, mark: int) -> None:
-        self._add(effect.token, op, flags | WrFlag.SIGNALED, effect.length, pool_stag, effect.stag, effect.block_offset, effect.offset)
-        self.signaled.append((self._posted_count + self._count, mark))
-
-    def add_send(self, rows: SendRows, effect: Send) -> None:
-        (row,), _ = rows.take(1)
-        rows.memory[row, : len(effect.data)] = np.frombuffer(effect.data, np.uint8)
-        op = Op.SEND if effect.invalidate_stag is None else Op.SEND_INVALIDATE
-        self._add(0, op, WrFlag.NONE, len(effect.data), rows.region.stag, effect.invalidate_stag or 0, rows.offset(int(row)), 0)
-        self.answer_count += effect.answers
-
-    def add_record(self, rows: SendRows, effect: Record, op: int) -> None:
-        (row,), _ = rows.take(1)
-        rows.memory[row, : len(effect.data)] = np.frombuffer(effect.data, np.uint8)
-        self._add(
-            0, op, WrFlag.NONE, len(effect.data), rows.region.stag, effect.stag, rows.offset(int(row)), effect.offset, effect.immediate
-        )
-        self.answer_count += 1
-
-    def add_sends(self, rows: SendRows, messages: NDArray[np.uint8]) -> None:
-        numbers, _ = rows.take(len(messages))
-        rows.memory[numbers, : messages.shape[1]] = messages
-        requests = np.zeros(len(messages), WORK_REQUEST)
-        requests["op"], requests["length"] = Op.SEND, messages.shape[1]
-        requests["local_stag"], requests["local_offset"] = rows.region.stag, numbers * rows.stride
-        self._gather()
-        self._arrays.append(requests)
-        self._count += len(requests)
-        self.answer_count += len(requests)
-
-    def add_loads(self, rows: SendRows, effect: LoadMany, pool_stag: int) -> None:
-        """The Writes and Sends of many LOADs; only the last Write is signaled, if there is a token."""
-        count = len(effect.messages)
-        has_write = effect.lengths != 0
-        numbers, mark = rows.take(count)
-        rows.memory[numbers, : effect.messages.shape[1]] = effect.messages
-        requests = np.zeros(2 * count, WORK_REQUEST)
-        writes, sends, asked = requests[0::2], requests[1::2], effect.requests
-        writes["op"], writes["length"], writes["local_stag"] = Op.WRITE, effect.lengths, pool_stag
-        writes["local_offset"], writes["remote_stag"], writes["remote_offset"] = effect.block_offsets, asked["stag"], asked["offset"]
-        is_invalidating = asked["flags"] & int(Flag.INVALIDATE) != 0
-        sends["op"] = np.where(is_invalidating, int(Op.SEND_INVALIDATE), int(Op.SEND))
-        sends["remote_stag"] = np.where(is_invalidating, asked["stag"], 0)
-        sends["length"], sends["local_stag"], sends["local_offset"] = effect.messages.shape[1], rows.region.stag, numbers * rows.stride
-        wanted = np.ones(2 * count, np.bool_)
-        wanted[0::2] = has_write
-        places = np.flatnonzero(has_write)
-        requests = requests[wanted]
-        self._gather()
-        if effect.token:
-            last = int(2 * places[-1] - np.count_nonzero(~has_write[: places[-1]]))
-            requests["wr_id"][last], requests["flags"][last] = effect.token, int(WrFlag.SIGNALED)
-            self.signaled.append((self._posted_count + self._count + last + 1, mark - count + int(places[-1])))
-        self._arrays.append(requests)
-        self._count += len(requests)
-        self.answer_count += count
-
-    def finish(self, mark: int) -> Array:
-        """All of it as one array, whose last request is signaled."""
-        self._gather()
-        requests = self._arrays[0] if len(self._arrays) == 1 else np.concatenate(self._arrays)
-        if not requests["flags"][-1] & int(WrFlag.SIGNALED):
-            requests["flags"][-1] |= int(WrFlag.SIGNALED)
-            self.signaled.append((self._posted_count + self._count, mark))
-        return requests
-
-    def _add(
-        self, wr_id: int, op: int, flags: int, length: int, local_stag: int, stag: int, local_offset: int, offset: int, operand: int = 0
-    ) -> None:
-        self._rows.append((wr_id, op, flags, 0, length, local_stag, stag, local_offset, offset, operand, 0, 0, 0))
-        self._count += 1
-
-    def _gather(self) -> None:
-        if self._rows:
-            self._arrays.append(np.array(self._rows, WORK_REQUEST))
-            self._rows = []
 
 
 class _Connection:
@@ -195,6 +103,7 @@ class _Connection:
         self.backlog: deque[Send | SendMany | LoadMany | Write | Record | Close] = deque()
         self.reads: deque[Read] = deque()
         self.reads_in_flight = 0
+        self.finished_read_count = 0
         self.posted_count = 0  # work requests ever posted
         self.retired_count = 0  # of those, known to have completed
         self.signaled: deque[tuple[int, int]] = deque()  # (posted_count behind it, mark in `answers`) of each signaled request
@@ -214,6 +123,12 @@ class _Connection:
         """Whether it may make room for another: greeted, and neither the session nor the connection has anything to do."""
         has_work = self.is_closing or self.inbox or self.backlog or self.reads or self.held
         return self.is_greeted and not has_work and self.session.is_idle
+
+    def stores(self) -> tuple[int, int]:
+        """How many stores wait for data of the peer, and how many have had it: the session's and the executor's."""
+        stats = self.qp.stats()
+        under_way = self.reads_in_flight + stats.get("stores_under_way", 0)
+        return under_way, self.finished_read_count + stats.get("executed_stores", 0)
 
     def notice_native_use(self, now: float) -> bool:
         """Whether the executor has answered or still answers requests of it since the last call, which no completion tells."""
@@ -260,6 +175,7 @@ class _Connection:
             self.add(self.session.write_done(wr_id, ok, now), now)
         elif op == Op.READ:
             self.reads_in_flight -= 1
+            self.finished_read_count += 1
             self.add(self.session.read_done(wr_id, ok, now), now)
 
     def add(self, effects: Iterable[Effect], now: float) -> None:
@@ -281,24 +197,38 @@ class _Connection:
         """Post what fits of the backlog, as one batch; with a Close at its end."""
         if not self.is_greeted and self.session.state is TargetState.READY:
             self._grant()
-        batch = _PostBatch(self.posted_count)
+        batch = PostBatch(self.posted_count)
         room = self.send_depth - (self.posted_count - self.retired_count)
         while self.backlog and len(batch) < room:
             effect = self.backlog[0]
             if isinstance(effect, Close) or not self._translate(effect, batch, room - len(batch)):
                 break
-        while self.reads and len(batch) < room and self.reads_in_flight < READS_IN_FLIGHT:
-            batch.add_signaled(Op.READ, WrFlag.NONE, self.reads.popleft(), self.pool.stag, self.answers.mark)
-            self.reads_in_flight += 1
         try:
             self._post(batch)
+            self._post_reads(room - len(batch))
             if self.backlog and isinstance(self.backlog[0], Close):
                 self._close(self.backlog[0])
         except QueuePairClosed:
             self.backlog.clear()  # DISCONNECTED is on its way, and with it the session's end
             self.reads.clear()
 
-    def _translate(self, effect: Send | SendMany | LoadMany | Write | Record, batch: _PostBatch, room: int) -> bool:
+    def _post_reads(self, room: int) -> None:
+        """Post what fits of the Reads, behind all else. A peer that serves none (its IRD is 0) is told that they failed."""
+        reads = [self.reads.popleft() for _ in range(min(len(self.reads), room, READS_IN_FLIGHT - self.reads_in_flight))]
+        batch = PostBatch(self.posted_count)
+        for read in reads:
+            batch.add_signaled(Op.READ, WrFlag.NONE, read, self.pool.stag, self.answers.mark)
+        try:
+            self._post(batch)
+            self.reads_in_flight += len(reads)
+        except (QueuePairClosed, QueueFull):
+            raise
+        except FabricError as error:
+            _log.info("%s can store inline only: %s", self.peer, error)
+            for read in reads:
+                self.add(self.session.read_done(read.token, False, self.last_used), self.last_used)
+
+    def _translate(self, effect: Send | SendMany | LoadMany | Write | Record, batch: PostBatch, room: int) -> bool:
         """Move the first effect of the backlog into `batch`; False if a send row has to be waited for."""
         match effect:
             case Write():
@@ -332,7 +262,7 @@ class _Connection:
         self.backlog.popleft()
         return True
 
-    def _post(self, batch: _PostBatch) -> None:
+    def _post(self, batch: PostBatch) -> None:
         if not len(batch):
             return
         if batch.answer_count and self.receives is not None:
@@ -342,22 +272,25 @@ class _Connection:
         elif batch.answer_count and self.session.state is TargetState.PROVING:
             self.qp.post_receive(self.greetings.requests(np.zeros(1, np.int64)))
         requests = batch.finish(self.answers.mark)
+        self.qp.post_send(requests)
         self.posted_count += len(requests)
         self.signaled.extend(batch.signaled)
-        self.qp.post_send(requests)
 
     def _grant(self) -> None:
-        """HELLO was granted: receives for what was granted, then the executor, and only then the answer."""
+        """HELLO was granted: the executor, then receives for what was granted, and only then the answer.
+
+        A peer that doesn't wait for the answer finds no receive until the executor is there to count its messages.
+        """
         ack = self.session.ack
         assert ack is not None
         size = max(SMALLEST_RECEIVE_BYTES, REQUEST_BYTES + DESCRIPTOR_BYTES + ack.inline_bytes)
         count = ack.outstanding + SPARE_RECEIVES
         self.receives = ReceiveRows(self.pd, count, size)
         try:
-            self.qp.post_receive(self.receives.requests(np.arange(count, dtype=np.int64)))
             if self.core.executor is not None and self.session.allows_executor:
                 self.qp.attach_executor(self.core.executor, self.pool, store_grant(self.core.executor, self.core.target, self.session))
                 self.has_executor = True
+            self.qp.post_receive(self.receives.requests(np.arange(count, dtype=np.int64)))
         except QueuePairClosed:
             return  # DISCONNECTED is on its way
 
@@ -392,6 +325,7 @@ class TargetCore:
         session_limit: int = 256,
         hello_timeout_s: float = 5.0,
         drain_limit_s: float = 10.0,
+        store_limit_s: float = 30.0,
     ) -> None:
         self.fabric = fabric
         self.cq = cq
@@ -400,6 +334,7 @@ class TargetCore:
         self.session_limit = session_limit
         self.hello_timeout_s = hello_timeout_s
         self._fence = DrainFence(target, drain_limit_s)
+        self._store_fence = StoreFence(store_limit_s)
         self.record_op: int | None = getattr(fabric, "write_with_immediate", None)
         """The work request that writes a completion record, of fabrics that keep its order (draft section 6.5); no RDMAP fabric has it."""
         self.offers = Capability.NONE if self.record_op is None else Capability.RECORD_COMPLETION
@@ -510,6 +445,7 @@ class TargetCore:
                 _log.info("session of %s ends: no HELLO within %g s", connection.peer, self.hello_timeout_s)
                 connection.qp.abort()
         self._fence_readers(now)
+        self._fence_stores(now)
         self.flush()
 
     def _fence_readers(self, now: float) -> None:
@@ -518,6 +454,15 @@ class TargetCore:
             if not connection.is_closing and is_reading(connection, self.target, overdue):
                 connection.is_closing = True
                 _log.warning("session of %s ends: it reads blocks too slowly that are wanted back", connection.peer)
+                connection.qp.abort()
+
+    def _fence_stores(self, now: float) -> None:
+        connections = self._connections
+        for number in self._store_fence.overdue(lambda: [(one.qp.number, *one.stores()) for one in connections.values()], now):
+            connection = connections[number]
+            if not connection.is_closing:
+                connection.is_closing = True
+                _log.warning("session of %s ends: it does not answer the RDMA Reads of its stores", connection.peer)
                 connection.qp.abort()
 
     def shut_down(self, now: float) -> None:

@@ -8,8 +8,9 @@ import pytest
 from kbtp_core.fabric.api import Op, WrFlag
 from kbtp_core.protocol.effects import LoadMany
 from kbtp_core.protocol.wire import REQUEST
+from kbtp_core.session.posting import PostBatch
 from kbtp_core.session.slots import SendRows
-from kbtp_core.session.target_core import _PostBatch, _split
+from kbtp_core.session.target_core import _split
 from tests.session.loopback import LoopbackFabric
 
 LENGTHS = [4, 0, 0, 5, 6, 0, 7, 0, 0]
@@ -29,7 +30,7 @@ def rows() -> SendRows:
 
 
 def test_each_answer_follows_its_write() -> None:
-    batch, sends = _PostBatch(100), rows()
+    batch, sends = PostBatch(100), rows()
     batch.add_loads(sends, loads(), 9)
     requests = batch.finish(sends.mark)
     write, send, invalidate = int(Op.WRITE), int(Op.SEND), int(Op.SEND_INVALIDATE)
@@ -44,12 +45,12 @@ def test_each_answer_follows_its_write() -> None:
 
 @pytest.mark.parametrize("count", range(1, len(LENGTHS)))
 def test_parts_make_the_same_requests_as_the_whole_and_the_token_is_with_the_last_write(count: int) -> None:
-    whole, sends = _PostBatch(0), rows()
+    whole, sends = PostBatch(0), rows()
     whole.add_loads(sends, loads(), 9)
     first, rest = _split(loads(), count)
     assert rest is not None
     assert (first.token, rest.token) == ((0, 77) if count <= LAST_WRITE else (77, 0))
-    parts, part_sends = _PostBatch(0), rows()
+    parts, part_sends = PostBatch(0), rows()
     parts.add_loads(part_sends, first, 9)
     parts.add_loads(part_sends, rest, 9)
     expected, got = whole.finish(sends.mark), parts.finish(part_sends.mark)
@@ -64,7 +65,7 @@ def test_all_at_once_is_one_part() -> None:
 
 
 def test_answers_without_any_write_need_no_token() -> None:
-    batch, sends = _PostBatch(0), rows()
+    batch, sends = PostBatch(0), rows()
     nothing = loads(token=0)
     failed = LoadMany(nothing.messages, nothing.requests, nothing.block_offsets, np.zeros(len(LENGTHS), np.uint32), 0)
     batch.add_loads(sends, failed, 9)
