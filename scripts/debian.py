@@ -1,6 +1,7 @@
 """Programs from Debian's packages that checks need: installed where this runs as root, else named with the command that installs them.
 
-    ensure({"tshark": "tshark"})      program -> package
+    ensure({"tshark": "tshark"})                    program -> package
+    python scripts/debian.py PROGRAM[=PACKAGE] ...  the same from a command line
 
 Nothing is skipped for want of a program: what can't be had ends the script.
 """
@@ -30,3 +31,14 @@ def ensure(programs: Mapping[str, str], more: tuple[str, ...] = ()) -> None:
     still = [program for program in programs if shutil.which(program) is None]
     if installed.returncode or still:
         sys.exit(f"{' '.join(command)} failed with exit status {installed.returncode}; install {', '.join(packages)} by hand and try again")
+
+
+def main() -> None:
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
+    pairs = [argument.partition("=") for argument in sys.argv[1:]]
+    ensure({program: package or program for program, _, package in pairs})
+
+
+if __name__ == "__main__":
+    main()

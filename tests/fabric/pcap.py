@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 FIN, SYN, RST, ACK = 1, 2, 4, 16
 Address = tuple[str, int]
 
@@ -27,7 +29,7 @@ class Packet:
 def internet_sum(octets: bytes) -> int:
     """Zero if `octets` hold their right checksum (RFC 1071)."""
     padded = octets + b"\0" * (len(octets) % 2)
-    total = sum(struct.unpack(f">{len(padded) // 2}H", padded))
+    total = int(np.frombuffer(padded, ">u2").sum(dtype=np.uint64))
     while total >> 16:
         total = (total & 0xFFFF) + (total >> 16)
     return total ^ 0xFFFF
