@@ -33,7 +33,7 @@ def test_no_seed_reads_wrong_octets_loses_a_block_or_waits_too_long(first: int, 
     assert tally.loads > tally.requests // 10, "the worlds have hardly loaded anything: they prove nothing"
     assert tally.faults > 0
     assert tally.executed > tally.requests // 100, "the executors have hardly stored or freed anything"
-    assert tally.messages > 2000 * tally.seeds or PER_WORLD < REQUESTS, "the worlds are small"
+    assert tally.messages > 1900 * tally.seeds or PER_WORLD < REQUESTS, "the worlds are small"
 
 
 @pytest.mark.parametrize("first", range(0, 60, 20))

@@ -16,7 +16,7 @@ from tests.sim.initiator import GRACE_S, LONGEST_DEADLINE_S, SimInitiator
 from tests.sim.model import Life
 from tests.sim.target import SimTarget
 
-REQUESTS = 1200
+REQUESTS = 1000
 LONGEST_S = 60.0
 
 
