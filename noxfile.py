@@ -11,7 +11,7 @@ from pathlib import Path
 import nox
 
 nox.options.reuse_venv = "yes"
-nox.options.sessions = ["core", "interop", "fuzz", "vllm"]
+nox.options.sessions = ["core", "fuzz", "vllm"]
 nox.options.stop_on_first_error = False
 
 # 300 s a test: a wait without an end shows where it waits instead of holding up the run.
@@ -20,21 +20,14 @@ PYTEST = ("python", "-m", "pytest", "--timeout=300")
 
 @nox.session(venv_backend="venv")
 def core(session: nox.Session) -> None:
-    """Style, types and all tests that need no engine."""
+    """Style, types and all tests that need no engine; tests/interop gives captures to real tshark."""
+    session.run("python", "scripts/debian.py", "tshark")
     session.run("python", "scripts/setup_dev.py", silent=False)
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("mypy")
     session.run("clang-format", "--dry-run", "--Werror", *native_files())
-    session.run(*PYTEST, "--ignore=tests/engines", "--ignore=tests/interop", *session.posargs)
-
-
-@nox.session(venv_backend="venv")
-def interop(session: nox.Session) -> None:
-    """What this stack sends, read by software that is not ours; installs it from Debian's packages, for which it must be root."""
-    session.run("python", "scripts/debian.py", "tshark")
-    session.run("python", "scripts/setup_dev.py", silent=False)
-    session.run(*PYTEST, "tests/interop", *session.posargs)
+    session.run(*PYTEST, "--ignore=tests/engines", *session.posargs)
 
 
 @nox.session(venv_backend="venv")
