@@ -13,10 +13,10 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
+from pages import ROOT, cell, write_or_check
+
 TABLE = ROOT / "docs" / "conformance.md"
 TESTS = ROOT / "tests" / "conformance"
 
@@ -118,28 +118,12 @@ def table() -> str:
         if rule.section != section:
             section = rule.section
             lines += ["", f"### {section.partition('section ')[2]}", "", "| role | rule | test |", "| --- | --- | --- |"]
-        lines.append(f"| {rule.role} | {_cell(rule.sentence)} | `{rule.test.partition('.')[2]}` |")
+        lines.append(f"| {rule.role} | {cell(rule.sentence)} | `{rule.test.partition('.')[2]}` |")
     for title, rows in (("Kept in another way", NOT_KEPT), ("Beyond these tests", BEYOND_TESTS)):
         lines += ["", f"## {title}", "", "| section | role | rule | why |", "| --- | --- | --- | --- |"]
-        lines += [f"| {where} | {role} | {_cell(sentence)} | {_cell(why)} |" for where, role, sentence, why in rows]
+        lines += [f"| {where} | {role} | {cell(sentence)} | {cell(why)} |" for where, role, sentence, why in rows]
     return "\n".join(lines) + "\n"
 
 
-def _cell(text: str) -> str:
-    """`text` inside a Markdown table."""
-    return re.sub(r"([|<\[\]*_])", r"\\\1", text)
-
-
-def main() -> int:
-    wanted = table()
-    if "--check" in sys.argv[1:]:
-        is_current = TABLE.exists() and TABLE.read_text(encoding="utf-8") == wanted
-        if not is_current:
-            print(f"{TABLE.relative_to(ROOT)} is out of date: run python scripts/conformance_table.py")
-        return 0 if is_current else 1
-    TABLE.write_text(wanted, encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(TABLE, table(), "conformance_table.py"))

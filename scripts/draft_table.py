@@ -12,10 +12,10 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
+from pages import ROOT, cell, write_or_check
+
 TABLE = ROOT / "docs" / "protocol-coverage.md"
 TESTS = ROOT / "tests" / "protocol"
 
@@ -69,7 +69,7 @@ def table() -> str:
     rows: dict[str, list[str]] = {}
     for rule in [*found, None]:
         if rule is None or rule.section != section:
-            lines += [f"| {_cell(sentence)} | {'<br>'.join(tests)} |" for sentence, tests in rows.items()]
+            lines += [f"| {cell(sentence)} | {'<br>'.join(tests)} |" for sentence, tests in rows.items()]
             rows = {}
         if rule is None:
             break
@@ -78,25 +78,9 @@ def table() -> str:
             lines += ["", f"## {section} {rule.title}", "", "| sentence | test |", "| --- | --- |"]
         rows.setdefault(rule.sentence, []).append(f"`{rule.test.partition('.')[2]}`")
     lines += ["", "## Beyond this code", "", "| section | sentence | why |", "| --- | --- | --- |"]
-    lines += [f"| {section} | {_cell(sentence)} | {why} |" for section, sentence, why in BEYOND_CODE]
+    lines += [f"| {section} | {cell(sentence)} | {why} |" for section, sentence, why in BEYOND_CODE]
     return "\n".join(lines) + "\n"
 
 
-def _cell(text: str) -> str:
-    """`text` inside a Markdown table."""
-    return re.sub(r"([|<\[\]*_])", r"\\\1", text)
-
-
-def main() -> int:
-    wanted = table()
-    if "--check" in sys.argv[1:]:
-        is_current = TABLE.exists() and TABLE.read_text(encoding="utf-8") == wanted
-        if not is_current:
-            print(f"{TABLE.relative_to(ROOT)} is out of date: run python scripts/draft_table.py")
-        return 0 if is_current else 1
-    TABLE.write_text(wanted, encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(TABLE, table(), "draft_table.py"))
