@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import numpy as np
 
 from kbtp_core.fabric.api import (
     Access,
+    Array,
     CompletionFlag,
+    CompletionStatus,
     Op,
+    QueuePairClosed,
     terminate_code,
 )
 from tests.fabric.peer import closing, dial
 from tests.fabric.wire import Opcode, ReadRequest, StartUp, Tagged, Terminate, Untagged, write
-from tests.fabric.world import ALL_REMOTE, connect, node, request
+from tests.fabric.world import ALL_REMOTE, Done, End, connect, node, request, wait_for_octets
 
 
 def test_stags_of_regions_are_distinct_and_not_in_sequence() -> None:
@@ -26,15 +30,30 @@ def test_stags_of_regions_are_distinct_and_not_in_sequence() -> None:
         assert len(steps) > 190
 
 
+def keep_posting(end: End, *requests: Array) -> list[Done]:
+    """Post again whenever all has completed, so that there is traffic until the stream ends; the last completions."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        try:
+            end.post(*requests)
+        except QueuePairClosed:
+            return end.drain()
+        for _ in requests:
+            done = end.node.next_done(end.qp.number)
+            if done.status != CompletionStatus.OK:
+                return [done, *end.drain()]
+    raise AssertionError("the stream did not end within 30 s")
+
+
 def test_no_octet_changes_once_a_region_is_closed_under_writes() -> None:
-    with node() as left, node() as right:
+    with node() as left, node() as right, ThreadPoolExecutor(1) as writer:
         length = 4 << 20
         sources = [left.memory(np.full(length, fill, np.uint8)) for fill in (1, 2)]
         for _ in range(8):
             target = right.memory(length, Access.REMOTE_WRITE)
             a, b = connect(left, right)
-            a.post(*(request(Op.WRITE, sources[at % 2], length, to=(target.stag, 0)) for at in range(200)))
-            a.expect(Op.WRITE)
+            last = writer.submit(keep_posting, a, *(request(Op.WRITE, source, length, to=(target.stag, 0)) for source in sources))
+            wait_for_octets(target)
             target.region.close()
             assert not target.region.is_valid
             frozen = target.read()
@@ -42,25 +61,24 @@ def test_no_octet_changes_once_a_region_is_closed_under_writes() -> None:
             assert target.read() == frozen
             assert b.drain()[-1].value == terminate_code(1, 1, 0)
             assert target.read() == frozen
-            last = a.drain()[-1]
-            assert (last.value, last.flags) == (terminate_code(1, 1, 0), CompletionFlag.REMOTE)
+            end = last.result()[-1]
+            assert (end.value, end.flags) == (terminate_code(1, 1, 0), CompletionFlag.REMOTE)
 
 
 def test_no_octet_changes_once_a_sink_is_closed_under_a_read() -> None:
-    with node() as left, node() as right:
+    with node() as left, node() as right, ThreadPoolExecutor(1) as reader:
         length = 16 << 20
         source = right.memory(np.full(length, 9, np.uint8), Access.REMOTE_READ)
         for _ in range(4):
             sink = left.memory(length)
             a, _ = connect(left, right)
-            a.post(*(request(Op.READ, sink, length, to=(source.stag, 0)) for _ in range(4)))
-            while not any(sink.read(0, 64)):
-                time.sleep(0.0005)
+            last = reader.submit(keep_posting, a, *(request(Op.READ, sink, length, to=(source.stag, 0)) for _ in range(2)))
+            wait_for_octets(sink)
             sink.region.close()
             frozen = sink.read()
             time.sleep(0.02)
             assert sink.read() == frozen
-            a.drain()
+            assert last.result()[-1].op == Op.DISCONNECTED
             assert sink.read() == frozen
 
 

@@ -282,6 +282,14 @@ def request(
     return row
 
 
+def wait_for_octets(memory: Memory, timeout_s: float = 5.0) -> None:
+    """Until a peer has begun to change a memory that was all zeros."""
+    deadline = time.monotonic() + timeout_s
+    while not any(memory.read(0, 64)):
+        assert time.monotonic() < deadline, f"no octet came within {timeout_s} s"
+        time.sleep(0.0005)
+
+
 @contextmanager
 def node(**aids: Any) -> Iterator[Node]:
     """A device for the length of a test; its guards are checked at the end."""
