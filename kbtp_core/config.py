@@ -7,13 +7,15 @@ Rules:
 3. An unknown key is an error that names the nearest match, and a bad value is an error that names the setting and the
    value. Nothing is ignored.
 4. A secret is declared with `repr=False`; its value is in no message.
+5. A program that takes settings from several places (flags, environment, a file) names them all, the strongest first, in
+   `read_layers`, and can say for each value where it came from.
 """
 
 from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -52,6 +54,32 @@ class Settings(BaseSettings):
             return cls(**values)
         except ValidationError as error:
             raise ConfigError("\n".join(cls._explain(where, problem) for problem in error.errors(include_url=False))) from None
+
+    @classmethod
+    def read_layers(cls, layers: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[Self, dict[str, str]]:
+        """Settings from several mappings, each with what the user calls it, the strongest first; and where each value came from.
+
+        Raises ConfigError.
+        """
+        values: dict[str, Any] = {}
+        origins = dict.fromkeys(cls.model_fields, "default")
+        for where, layer in reversed(layers):
+            check_known(layer, cls.model_fields, where)
+            values.update(layer)
+            origins.update(dict.fromkeys(layer, where))
+        try:
+            return cls(**values), origins
+        except ValidationError as error:
+            problems = error.errors(include_url=False)
+            texts = [cls._explain(origins.get(str((*problem["loc"], "")[0]), "settings"), problem) for problem in problems]
+            raise ConfigError("\n".join(texts)) from None
+
+    @classmethod
+    def from_environment(cls, prefix: str) -> dict[str, str]:
+        """The layer of the environment: variables named `prefix` and a setting in capitals. Raises ConfigError for an unknown one."""
+        found = {name: value for name, value in os.environ.items() if name.startswith(prefix)}
+        check_known(found, [prefix + name.upper() for name in cls.model_fields], "the environment")
+        return {name.removeprefix(prefix).lower(): value for name, value in found.items()}
 
     @classmethod
     def describe(cls) -> list[tuple[str, str, str, str]]:
