@@ -150,9 +150,28 @@ class Target:
         self.entry_state: Final[NDArray[np.uint8]] = np.zeros(table.entry_count, np.uint8)
         self.owners: Final[NDArray[np.uint64]] = np.zeros(table.entry_count, np.uint64)
         """By entry: the number of the session that bound it, or 0."""
+        self.picker: Callable[[int], Target | None] | None = None
+        """Which target serves blocks of another size, if any; see `pick`."""
         self._companion: Companion | None = None
         self._draining_count = 0
         self._next_number = 1
+
+    # Pools behind one address ----------------------------------------------------------------------------------------
+
+    def pick(self, block_bytes: int) -> Target | None:
+        """The target for a session that wants blocks of this size, zero for any: this one, or one that `picker` knows or makes.
+
+        All of them have this one's secrets, trust domains, name and incarnation, and sessions begin here: their numbers are unique.
+        """
+        if block_bytes in (0, self.pool.block_bytes):
+            return self
+        return self.picker(block_bytes) if self.picker is not None else None
+
+    def hand_over(self, session: TargetSession, target: Target) -> Target:
+        """A session that began here was granted `target`'s pool, which may be this one's; returns `target`."""
+        del self.sessions[session.number]
+        target.sessions[session.number] = session
+        return target
 
     # Sessions --------------------------------------------------------------------------------------------------------
 

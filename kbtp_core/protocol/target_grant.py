@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from numpy.typing import NDArray
 
 from kbtp_core.protocol.constants import Capability
 from kbtp_core.protocol.hello import DirectAccess, Hello, HelloAck
@@ -29,6 +31,7 @@ class Exposure:
     """
 
     pool: BlockPool
+    table: NDArray[Any]
     is_readable: bool
     partition: Partition | None
 
@@ -39,8 +42,9 @@ Expose: TypeAlias = Callable[[Exposure], DirectAccess | None]
 
 @dataclass(frozen=True)
 class Grant:
-    """What `grant` decided."""
+    """What `grant` decided, and for which of the targets behind one address."""
 
+    target: Target
     ack: HelloAck
     handle_base: int
     handle_count: int
@@ -81,7 +85,7 @@ def grant(target: Target, owner: int, hello: Hello, nonce: bytes, offers: Capabi
         nonce=nonce,
         target_name=target.name,
     )
-    return Grant(ack, handle_base, handle_count, partition)
+    return Grant(target, ack, handle_base, handle_count, partition)
 
 
 _DIRECT = Capability.DIRECT_LOAD | Capability.DIRECT_ALLOC | Capability.MASKED_ATOMICS
@@ -103,7 +107,7 @@ def _grant_direct(
             granted |= Capability.DIRECT_ALLOC | (Capability.MASKED_ATOMICS if masked else Capability.NONE)
     if granted is Capability.NONE:
         return Capability.NONE, None, DirectAccess()
-    access = expose(Exposure(pool, bool(granted & Capability.DIRECT_LOAD), partition))
+    access = expose(Exposure(pool, target.table.entries, bool(granted & Capability.DIRECT_LOAD), partition))
     if access is None:
         if partition is not None:
             pool.dissolve(owner, clear=False)

@@ -70,9 +70,10 @@ class Greeting:
             return self._refuse(hello.request_id, Status.SHUTTING_DOWN, "the target shuts down")
         if target.trust_domains is not None and hello.trust_domain not in target.trust_domains:
             return self._refuse(hello.request_id, Status.NOT_PERMITTED, f"trust domain {hello.trust_domain!r} is not served")
-        if hello.block_bytes not in (0, target.pool.block_bytes):
+        chosen = target.pick(hello.block_bytes)
+        if chosen is None:
             return self._refuse(hello.request_id, Status.UNSUPPORTED, f"no pool of blocks of {hello.block_bytes} octets")
-        granted = grant(target, self.owner, hello, self._nonce, self.offers, self.expose)
+        granted = grant(chosen, self.owner, hello, self._nonce, self.offers, self.expose)
         ack = granted.ack if secret is None else proved(granted.ack, hello.nonce, secret)
         return Reply(ack.encode(), granted=granted, hello=hello)
 

@@ -255,6 +255,11 @@ class TargetSession:
         return any(bool(np.isin(at, indexes).any()) for at in read)
 
     @property
+    def target(self) -> Target:
+        """Whose pool it uses; final once a HELLO was answered OK."""
+        return self._target
+
+    @property
     def is_granted(self) -> bool:
         """Whether a HELLO was answered OK, so that a quota and a handle range are held."""
         return self.ack is not None
@@ -287,6 +292,7 @@ class TargetSession:
         if reply.answer is not None:
             self._emit(Send(reply.answer))
         if granted is not None:
+            self._target = self._target.hand_over(self, granted.target)
             self.hello, self.ack = reply.hello, granted.ack
             self.handle_base, self.handle_count, self.partition = granted.handle_base, granted.handle_count, granted.partition
             self.state = TargetState.READY

@@ -26,9 +26,8 @@ from kbtp_core.protocol.target_grant import Exposure
 class ExposedMemory:
     """The regions of one session. `revoke` takes the writable and the atomic one back."""
 
-    def __init__(self, pd: ProtectionDomain, table: NDArray[Any], report: Callable[[FabricError], None]) -> None:
+    def __init__(self, pd: ProtectionDomain, report: Callable[[FabricError], None]) -> None:
         self._pd = pd
-        self._table = table
         self._report = report
         self._revocable: list[Region] = []
         self._regions: list[Region] = []
@@ -52,7 +51,7 @@ class ExposedMemory:
         pool, partition = exposure.pool, exposure.partition
         table = pool_stag = partition_stag = slots = head = 0
         if exposure.is_readable:
-            table = self._add(self._pd.register(_octets(self._table), Access.REMOTE_READ))
+            table = self._add(self._pd.register(_octets(exposure.table), Access.REMOTE_READ))
             pool_stag = self._add(self._pd.register(pool.memory, Access.REMOTE_READ))
         if partition is not None:
             addresses, owner = _partition_pages(pool, partition)

@@ -10,6 +10,7 @@ import atexit
 import logging
 import threading
 import time
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
@@ -26,6 +27,10 @@ _EXIT_TIMEOUT_S: Final = 0.5  # for a server that was not closed before the inte
 _ABORT_TIMEOUT_S: Final = 0.5  # what is aborted ends as soon as its device notices
 
 
+MakePool = Callable[[int], tuple[Target, PoolRegion] | None]
+"""A target with blocks of so many octets, and what registers its pool; None if there can't be one."""
+
+
 class TargetServer:
     """Serves `target` at host:port of `fabric` (port 0: any) from construction until `close`.
 
@@ -34,6 +39,8 @@ class TargetServer:
     When there are as many, the session that has been idle longest makes room for the next.
     A peer that still reads a block `drain_limit_s` after its owner took it back loses its connection, and so does one that answers
     none of the RDMA Reads for its stores for `store_limit_s`.
+    A peer that wants blocks of another size gets the pool that `make_pool` makes for that size, once, under the server's lock; without
+    it, or where it makes none, the peer is refused.
 
     Raises FabricError if the address can't be had.
     """
@@ -51,8 +58,12 @@ class TargetServer:
         hello_timeout_s: float = 5.0,
         drain_limit_s: float = 10.0,
         store_limit_s: float = 30.0,
+        make_pool: MakePool | None = None,
     ) -> None:
         self.target: Final = target
+        self._make_pool = make_pool
+        self._targets = {target.pool.block_bytes: target}
+        target.picker = self._pick
         self._cq = fabric.create_cq()
         self._lock = threading.Lock()
         self._core = TargetCore(
@@ -104,7 +115,8 @@ class TargetServer:
     def check_integrity(self) -> None:
         """Assert the target's invariants."""
         with self._lock:
-            self.target.check_integrity()
+            for target in self._targets.values():
+                target.check_integrity()
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Say goodbye, wait up to `timeout_s` for peers to finish, end every connection, by force if need be. Idempotent."""
@@ -127,6 +139,22 @@ class TargetServer:
         self._cq.wake()
         self._thread.join(timeout=timeout_s)
         self._cq.close()
+
+    @property
+    def targets(self) -> list[Target]:
+        """The targets of all pools."""
+        with self._lock:
+            return list(self._targets.values())
+
+    def _pick(self, block_bytes: int) -> Target | None:
+        """With the lock, from a session's greeting."""
+        target = self._targets.get(block_bytes)
+        made = self._make_pool(block_bytes) if target is None and self._make_pool is not None else None
+        if made is not None:
+            target, pool_region = made
+            self._targets[block_bytes] = target
+            self._core.add_pool(target, pool_region)
+        return target
 
     def _wait_for_disconnects(self, deadline: float) -> None:
         while self.session_count and self._thread.is_alive() and time.monotonic() < deadline:

@@ -89,7 +89,6 @@ class _Connection:
             send_depth=self.send_depth, receive_depth=limits.outstanding + SPARE_RECEIVES + 2, startup_timeout_s=core.hello_timeout_s
         )
         try:
-            self.pool = core.pool_region(self.pd)
             self.greetings = ReceiveRows(self.pd, 1, HELLO_LIMIT_BYTES, _GREETING_ID)
             self.greeting_answers = SendRows(self.pd, 2, HELLO_ACK_LIMIT_BYTES)
             self.answers = SendRows(self.pd, self.send_depth, _ANSWER_BYTES)
@@ -97,7 +96,9 @@ class _Connection:
         except FabricError:
             self.pd.close()
             raise
-        self.receives: ReceiveRows | None = None  # once HELLO is granted
+        self.pool: Region | None = None  # once HELLO is granted, as are the next two
+        self.pool_stag = 0
+        self.receives: ReceiveRows | None = None
         self.held: deque[int] = deque()  # receive rows whose messages are not answered
         self.inbox: deque[Array] = deque()  # completions that no turn has taken yet
         self.backlog: deque[Send | SendMany | LoadMany | Write | Record | Close] = deque()
@@ -111,7 +112,7 @@ class _Connection:
         self.has_executor = False
         self.last_used = now
         self.executed_count = 0
-        self.memory = ExposedMemory(self.pd, core.target.table.entries, self._report)
+        self.memory = ExposedMemory(self.pd, self._report)
         self.session: TargetSession = core.target.open_session(self.peer, offers=core.offers, expose=self.memory.expose)
 
     @property
@@ -217,7 +218,7 @@ class _Connection:
         reads = [self.reads.popleft() for _ in range(min(len(self.reads), room, READS_IN_FLIGHT - self.reads_in_flight))]
         batch = PostBatch(self.posted_count)
         for read in reads:
-            batch.add_signaled(Op.READ, WrFlag.NONE, read, self.pool.stag, self.answers.mark)
+            batch.add_signaled(Op.READ, WrFlag.NONE, read, self.pool_stag, self.answers.mark)
         try:
             self._post(batch)
             self.reads_in_flight += len(reads)
@@ -233,13 +234,13 @@ class _Connection:
         match effect:
             case Write():
                 flags = WrFlag.SNAPSHOT if effect.snapshot else WrFlag.NONE
-                batch.add_signaled(Op.WRITE, flags, effect, self.pool.stag, self.answers.mark)
+                batch.add_signaled(Op.WRITE, flags, effect, self.pool_stag, self.answers.mark)
             case LoadMany():
                 count = min(room // 2, self.answers.free_count, len(effect.messages))
                 if not count:
                     return False
                 first, rest = _split(effect, count)
-                batch.add_loads(self.answers, first, self.pool.stag)
+                batch.add_loads(self.answers, first, self.pool_stag)
                 if rest is not None:
                     self.backlog[0] = rest
                     return False
@@ -286,13 +287,19 @@ class _Connection:
         size = max(SMALLEST_RECEIVE_BYTES, REQUEST_BYTES + DESCRIPTOR_BYTES + ack.inline_bytes)
         count = ack.outstanding + SPARE_RECEIVES
         self.receives = ReceiveRows(self.pd, count, size)
+        served = self.core.served(self.session.target)
         try:
-            if self.core.executor is not None and self.session.allows_executor:
-                self.qp.attach_executor(self.core.executor, self.pool, store_grant(self.core.executor, self.core.target, self.session))
+            self.pool = served.pool_region(self.pd)
+            self.pool_stag = self.pool.stag
+            if served.executor is not None and self.session.allows_executor:
+                self.qp.attach_executor(served.executor, self.pool, store_grant(served.executor, served.target, self.session))
                 self.has_executor = True
             self.qp.post_receive(self.receives.requests(np.arange(count, dtype=np.int64)))
         except QueuePairClosed:
             return  # DISCONNECTED is on its way
+        except FabricError as error:
+            _log.warning("session of %s ends: the pool can't be registered for it: %s", self.peer, error)
+            self.qp.abort()
 
     def _close(self, effect: Close) -> None:
         self.backlog.clear()
@@ -311,8 +318,21 @@ class _Connection:
         self.pd.close()
 
 
+class ServedPool:
+    """A target, what registers its pool, and what runs beside it."""
+
+    def __init__(self, fabric: Fabric, target: Target, pool_region: PoolRegion, use_executor: bool, drain_limit_s: float) -> None:
+        self.target = target
+        self.pool_region = pool_region
+        self.executor: Executor | None = create_executor(fabric, target) if use_executor and target.allows_executor else None
+        self.fence = DrainFence(target, drain_limit_s)
+
+
 class TargetCore:
-    """See the module. `target` is driven by this object alone; `pool_region` registers its pool."""
+    """See the module. `target` is driven by this object alone; `pool_region` registers its pool.
+
+    Connections begin at `target`. Others, with pools of other block sizes, come by `add_pool`, and sessions move to them by `Target.pick`.
+    """
 
     def __init__(
         self,
@@ -330,18 +350,32 @@ class TargetCore:
         self.fabric = fabric
         self.cq = cq
         self.target = target
-        self.pool_region = pool_region
         self.session_limit = session_limit
         self.hello_timeout_s = hello_timeout_s
-        self._fence = DrainFence(target, drain_limit_s)
+        self._use_executor = use_executor
+        self._drain_limit_s = drain_limit_s
+        self._pools: dict[Target, ServedPool] = {}
+        self.add_pool(target, pool_region)
         self._store_fence = StoreFence(store_limit_s)
         self.record_op: int | None = getattr(fabric, "write_with_immediate", None)
         """The work request that writes a completion record, of fabrics that keep its order (draft section 6.5); no RDMAP fabric has it."""
         self.offers = Capability.NONE if self.record_op is None else Capability.RECORD_COMPLETION
         self.dirty: set[_Connection] = set()
-        self.executor: Executor | None = create_executor(fabric, target) if use_executor and target.allows_executor else None
         self._connections: dict[int, _Connection] = {}
         self._by_session: dict[TargetSession, _Connection] = {}
+
+    @property
+    def executor(self) -> Executor | None:
+        """That of the target where connections begin."""
+        return self._pools[self.target].executor
+
+    def add_pool(self, target: Target, pool_region: PoolRegion) -> ServedPool:
+        """Serve one more pool."""
+        self._pools[target] = ServedPool(self.fabric, target, pool_region, self._use_executor, self._drain_limit_s)
+        return self._pools[target]
+
+    def served(self, target: Target) -> ServedPool:
+        return self._pools[target]
 
     @property
     def connection_count(self) -> int:
@@ -357,11 +391,7 @@ class TargetCore:
         """How long to wait for completions at most, for what none may announce."""
         if any(connection.inbox for connection in self._connections.values()):
             return 0.0
-        if self.target.draining_count > 0:
-            return _DRAIN_WAIT_S
-        if self.target.direct is not None and self.target.has_open_partitions:
-            return min(max(self.target.direct.ticket_timeout_s / 8, _DRAIN_WAIT_S), _IDLE_WAIT_S)
-        return _IDLE_WAIT_S
+        return min(map(_wait_limit_s, self._pools))
 
     def admit(self, request: ConnectionRequest, now: float) -> None:
         """Take a connection. If there are as many as may be, the one that has been idle longest makes room; if none is idle, reject it."""
@@ -434,7 +464,7 @@ class TargetCore:
 
     def tick(self, now: float) -> None:
         """Move drained blocks on, end connections whose HELLO is overdue, post what waits."""
-        for session in self.target.tick(now):
+        for session in [session for target in self._pools for session in target.tick(now)]:
             connection = self._by_session.get(session)
             effects = session.take_effects()
             if connection is not None:
@@ -449,9 +479,10 @@ class TargetCore:
         self.flush()
 
     def _fence_readers(self, now: float) -> None:
-        overdue = self._fence.overdue_entries(now)
-        for connection in self._connections.values() if overdue.size else ():
-            if not connection.is_closing and is_reading(connection, self.target, overdue):
+        overdue = {target: entries for target, pool in self._pools.items() if (entries := pool.fence.overdue_entries(now)).size}
+        for connection in self._connections.values() if overdue else ():
+            target = connection.session.target
+            if not connection.is_closing and target in overdue and is_reading(connection, target, overdue[target]):
                 connection.is_closing = True
                 _log.warning("session of %s ends: it reads blocks too slowly that are wanted back", connection.peer)
                 connection.qp.abort()
@@ -467,10 +498,11 @@ class TargetCore:
 
     def shut_down(self, now: float) -> None:
         """Say goodbye on every session; new requests are answered SHUTTING_DOWN from now on."""
-        if self.executor is not None:
-            self.executor.stop()
-        for session in self.target.shut_down():
-            self._by_session[session].add(session.take_effects(), now)
+        for pool in self._pools.values():
+            if pool.executor is not None:
+                pool.executor.stop()
+            for session in pool.target.shut_down():
+                self._by_session[session].add(session.take_effects(), now)
         self.flush()
 
     def close_all(self) -> None:
@@ -503,6 +535,14 @@ class TargetCore:
             if status != CompletionStatus.FLUSHED:  # the flushed are settled by `end`
                 connection.on_sent(op, wr_id, status == CompletionStatus.OK, now)
             self.dirty.add(connection)
+
+
+def _wait_limit_s(target: Target) -> float:
+    if target.draining_count > 0:
+        return _DRAIN_WAIT_S
+    if target.direct is not None and target.has_open_partitions:
+        return min(max(target.direct.ticket_timeout_s / 8, _DRAIN_WAIT_S), _IDLE_WAIT_S)
+    return _IDLE_WAIT_S
 
 
 def _first_run(completions: Array, limit: int) -> tuple[Array, int, Array]:
