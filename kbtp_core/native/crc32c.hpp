@@ -2,6 +2,8 @@
 // The fastest form that the CPU has is chosen once, at load time.
 #pragma once
 
+#include <span>
+
 #include "bytes.hpp"
 
 namespace kbtp {
@@ -18,10 +20,18 @@ u32 crc32c_copy(u32 crc, void* to, const void* from, std::size_t size);
 // Before anybody is told of what was copied.
 void crc32c_copy_fence();
 
-// The table-driven form, for CPUs without an instruction and to check the other against.
+// The table-driven form, for CPUs without an instruction and to check the others against.
 u32 crc32c_portable(u32 crc, const void* data, std::size_t size);
 
-// "sse4.2", "arm-crc" or "portable".
-const char* crc32c_implementation();
+// One way to compute it: the three functions above.
+struct Crc32c {
+    const char* name;
+    u32 (*extend)(u32 crc, const void* data, std::size_t size);
+    u32 (*extend_cold)(u32 crc, const void* data, std::size_t size, const void* next);
+    u32 (*copy)(u32 crc, void* to, const void* from, std::size_t size);
+};
+
+// Those that this CPU can run: "vpclmulqdq", "sse4.2" or "arm-crc" where it has them, and "portable". The first is the one in use.
+std::span<const Crc32c> crc32c_implementations();
 
 }  // namespace kbtp

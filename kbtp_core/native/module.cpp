@@ -376,6 +376,48 @@ void bind_device(nb::module_& m) {
 
 }  // namespace
 
+const Crc32c& crc_form(const std::string& name) {
+    for (const Crc32c& form : crc32c_implementations())
+        if (form.name == name) return form;
+    throw std::invalid_argument("this CPU has no CRC-32C form called " + name);
+}
+
+void bind_crc(nb::module_& m) {
+    m.def(
+        "crc32c", [](const nb::bytes& data, u32 crc) { return crc32c_extend(crc, data.data(), data.size()); }, nb::arg("data"),
+        nb::arg("crc") = 0);
+    m.def(
+        "crc32c_portable", [](const nb::bytes& data, u32 crc) { return crc32c_portable(crc, data.data(), data.size()); }, nb::arg("data"),
+        nb::arg("crc") = 0);
+    m.def(
+        "crc32c_of",
+        [](const std::string& name, nb::handle data, u32 crc, bool is_cold) {
+            const Buffer buffer(data, false);
+            const Crc32c& form = crc_form(name);
+            return is_cold ? form.extend_cold(crc, buffer.data(), buffer.size(), buffer.data())
+                           : form.extend(crc, buffer.data(), buffer.size());
+        },
+        nb::arg("name"), nb::arg("data"), nb::arg("crc") = 0, nb::arg("is_cold") = false, "By one of `crc32c_implementations`.");
+    m.def(
+        "crc32c_copy",
+        [](const std::string& name, nb::handle to, nb::handle from, u32 crc) {
+            const Buffer target(to, true), source(from, false);
+            if (target.size() != source.size()) throw std::invalid_argument("as many octets to as from");
+            const u32 copied = crc_form(name).copy(crc, target.data(), source.data(), source.size());
+            crc32c_copy_fence();
+            return copied;
+        },
+        nb::arg("name"), nb::arg("to"), nb::arg("from"), nb::arg("crc") = 0);
+    m.def(
+        "crc32c_implementations",
+        [] {
+            std::vector<std::string> names;
+            for (const Crc32c& form : crc32c_implementations()) names.emplace_back(form.name);
+            return names;
+        },
+        "Those that this CPU can run, the one in use first.");
+}
+
 NB_MODULE(_native, m) {
     nb::set_leak_warnings(false);  // a device that lives until the process ends is no leak
     bind_regions(m);
@@ -396,21 +438,5 @@ NB_MODULE(_native, m) {
         nb::arg("mulpdu"), nb::arg("congestion"), nb::arg("first_atomic_id"), nb::arg("stags"), nb::arg("crc"), nb::arg("peer_to_peer"),
         nb::arg("spin_s"), nb::arg("capture_path").none(), nb::arg("capture_limit_bytes"), nb::arg("capture_checksums"),
         "Open a device and start its progress thread.");
-    m.def(
-        "crc32c", [](const nb::bytes& data, u32 crc) { return crc32c_extend(crc, data.data(), data.size()); }, nb::arg("data"),
-        nb::arg("crc") = 0);
-    m.def(
-        "crc32c_portable", [](const nb::bytes& data, u32 crc) { return crc32c_portable(crc, data.data(), data.size()); }, nb::arg("data"),
-        nb::arg("crc") = 0);
-    m.def(
-        "crc32c_copy",
-        [](nb::handle to, const nb::bytes& from, u32 crc) {
-            const Buffer buffer(to, true);
-            if (buffer.size() != from.size()) throw std::invalid_argument("as many octets to as from");
-            const u32 copied = crc32c_copy(crc, buffer.data(), from.data(), from.size());
-            crc32c_copy_fence();
-            return copied;
-        },
-        nb::arg("to"), nb::arg("from"), nb::arg("crc") = 0);
-    m.def("crc32c_implementation", &crc32c_implementation);
+    bind_crc(m);
 }

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from random import Random
 
 import numpy as np
 import pytest
 
-from kbtp_core import _native
 from kbtp_core.fabric.api import Access, LoadRequests, Op, Requester, terminate_code
 from tests.fabric.peer import Peer, closing, listening
 from tests.fabric.test_requester import answer, send
-from tests.fabric.wire import Tagged, crc32c
+from tests.fabric.wire import Tagged
 from tests.fabric.world import End, Memory, node, pattern
 
 SEQUENCE, BLOCK, COUNT = 9, 4096, 6
@@ -146,15 +144,3 @@ def test_a_closed_region_takes_no_data_of_its_loads() -> None:
         world.peer.send(world.write(0), send(answer(0), 1))
         assert world.end.drain()[-1].value == terminate_code(1, 1, 0)
         assert world.sink.read() == bytes(COUNT * BLOCK)
-
-
-def test_a_copy_has_the_octets_and_the_crc_of_what_was_copied() -> None:
-    random = Random(5)
-    for length in [0, 1, 63, 64, 767, 768, 2047, 2048, 4031, 4032, 4095, 4096, 4100, 12288, 20000]:
-        for offset in (0, 1, 16):
-            data, memory = random.randbytes(length), np.zeros(length + 32, np.uint8)
-            start = random.getrandbits(32)
-            assert _native.crc32c_copy(memory[offset : offset + length], data, start) == _native.crc32c_portable(data, start)
-            assert _native.crc32c(data, start) == _native.crc32c_portable(data, start)
-            assert memory.tobytes() == bytes(offset) + data + bytes(32 - offset)
-    assert _native.crc32c_copy(np.zeros(9, np.uint8), b"123456789") == crc32c(b"123456789")
