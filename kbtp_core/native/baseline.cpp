@@ -251,6 +251,34 @@ size_t run_stores(int fd, Bytes source, Times offsets, size_t block_bytes, size_
     return done;
 }
 
+// Sends back what comes, `bytes` at a time, until the client closes.
+void serve_echo(int fd, size_t bytes) {
+    nb::gil_scoped_release release;
+    std::vector<uint8_t> message(bytes);
+    while (size_t got = receive_some(fd, message.data(), bytes)) {
+        receive_all(fd, message.data() + got, bytes - got);
+        iovec part{message.data(), bytes};
+        send_all(fd, {&part, 1});
+    }
+}
+
+// Sends `bytes` and waits until they come back, and so on for `seconds` or until `times` is full; returns how many times it wrote.
+size_t run_echo(int fd, size_t bytes, double seconds, Times times) {
+    nb::gil_scoped_release release;
+    std::vector<uint8_t> message(bytes);
+    size_t done = 0;
+    const auto start = Clock::now();
+    const auto limit = static_cast<uint64_t>(seconds * 1e9);
+    while (done < times.size() && nanoseconds_since(start) < limit) {
+        const auto begun = Clock::now();
+        iovec part{message.data(), bytes};
+        send_all(fd, {&part, 1});
+        receive_all(fd, message.data(), bytes);
+        times.data()[done++] = nanoseconds_since(begun);
+    }
+    return done;
+}
+
 // Copies `source` to `sink` in steps until `seconds` are over; returns octets copied.
 uint64_t copy(Bytes source, Bytes sink, size_t step, double seconds) {
     nb::gil_scoped_release release;
@@ -277,5 +305,7 @@ NB_MODULE(_baseline, m) {
     m.def("run_loads", &run_loads, "fd"_a, "sink"_a, "offsets"_a, "block_bytes"_a, "batch"_a, "seconds"_a, "times"_a);
     m.def("serve_stores", &serve_stores, "fd"_a, "pool"_a);
     m.def("run_stores", &run_stores, "fd"_a, "source"_a, "offsets"_a, "block_bytes"_a, "batch"_a, "seconds"_a, "times"_a);
+    m.def("serve_echo", &serve_echo, "fd"_a, "bytes"_a);
+    m.def("run_echo", &run_echo, "fd"_a, "bytes"_a, "seconds"_a, "times"_a);
     m.def("copy", &copy, "source"_a, "sink"_a, "step"_a, "seconds"_a);
 }

@@ -5,7 +5,6 @@
 // counted in. It says how far back the frame that it stands in began; one between two frames belongs to the second and says 0.
 #include <algorithm>
 
-#include "crc32c.hpp"
 #include "device.hpp"
 
 namespace kbtp {
@@ -45,7 +44,7 @@ void QueuePair::append_marked(Message& m, u32 n) {
         at += step;
     }
     mark();
-    const u32 crc = crc32c_extend(0, frame.data(), frame.size());
+    const u32 crc = sum(0, frame.data(), frame.size());
     for (int i = 0; i < 4; ++i) frame.push_back(static_cast<u8>(crc >> (8 * i)));
     stream_position_ += wire::kCrcField;
 

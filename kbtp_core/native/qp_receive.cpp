@@ -109,7 +109,7 @@ std::ptrdiff_t QueuePair::fill_direct() {
     direct_.placed += static_cast<u32>(placed);
     for (const iovec& p : pieces) {  // hot in the cache
         const std::size_t step = std::min(p.iov_len, placed);
-        direct_.crc = crc32c_extend(direct_.crc, p.iov_base, step);
+        direct_.crc = sum(direct_.crc, p.iov_base, step);
         placed -= step;
         if (placed == 0) break;
     }
@@ -166,7 +166,7 @@ bool QueuePair::start_direct(u32 ulpdu, std::size_t available) {
     const std::size_t head = wire::kLengthField + header, here = std::min<std::size_t>(available - head, payload);
     direct_ = Direct{.active = true, .segment = segment, .at = at, .ulpdu = ulpdu, .payload = payload};
     std::copy_n(frame, head, direct_.head.begin());
-    direct_.crc = crc32c_extend(0, frame, head + here);
+    direct_.crc = sum(0, frame, head + here);
     frame_ = direct_.head.data();
     frame_ulpdu_ = ulpdu;
     if (!place(segment, at, frame + head, static_cast<u32>(here))) return true;
@@ -181,7 +181,7 @@ bool QueuePair::finish_direct() {
     const u32 pad = wire::pad_for(direct_.ulpdu);
     if (end_ - begin_ < pad + wire::kCrcField) return false;
     const u8* tail = &staging_[begin_];
-    const u32 crc = crc32c_extend(direct_.crc, tail, pad);
+    const u32 crc = sum(direct_.crc, tail, pad);
     u32 sent = 0;
     for (int i = 0; i < 4; ++i) sent |= u32{tail[pad + i]} << (8 * i);
     begin_ += pad + wire::kCrcField;

@@ -335,7 +335,7 @@ bool QueuePair::append_segment(Message& m) {
         std::memcpy(head + used, m.inline_data.data() + m.sent, n);
         used += n;
     }
-    u32 crc = crc32c_extend(0, head, used);
+    u32 crc = sum(0, head, used);
 
     if (!burst_.pieces.empty() && static_cast<u8*>(burst_.pieces.back().iov_base) + burst_.pieces.back().iov_len == head)
         burst_.pieces.back().iov_len += used;
@@ -347,7 +347,7 @@ bool QueuePair::append_segment(Message& m) {
     const u32 pad = wire::pad_for(header + n);
     if (pad > 0) {
         std::memset(tail, 0, pad);
-        crc = crc32c_extend(crc, tail, pad);
+        crc = sum(crc, tail, pad);
     }
     // The only little-endian field of the protocol (1.5).
     for (int i = 0; i < 4; ++i) tail[pad + i] = static_cast<u8>(crc >> (8 * i));
@@ -406,6 +406,9 @@ void QueuePair::halt() {
     });
 }
 
+// Continue the CRC of a frame. Where neither side wants CRCs the field is there all the same, and zero (RFC 5044 section 4.1).
+u32 QueuePair::sum(u32 crc, const void* data, std::size_t size) const { return checks_crc_ ? crc32c_extend(crc, data, size) : 0; }
+
 // Add `n` octets of the message's payload, whose region is pinned, to the burst and to the CRC.
 void QueuePair::gather_payload(Message& m, u32 n, u8* head, std::size_t& used, u32& crc) {
     if (m.snapshot && copy_arena_.empty()) copy_arena_.resize(kBurstBytes + wire::kMaxUlpdu);
@@ -413,7 +416,7 @@ void QueuePair::gather_payload(Message& m, u32 n, u8* head, std::size_t& used, u
     m.source->gather(m.source_offset + m.sent, n, burst_.pieces);
     u8* copy = n <= kCopyPayload ? head + used : m.snapshot ? copy_arena_.data() + burst_.copy_used : nullptr;
     if (!copy) {
-        for (std::size_t i = first; i < burst_.pieces.size(); ++i) {
+        for (std::size_t i = first; i < burst_.pieces.size() && checks_crc_; ++i) {
             const iovec& piece = burst_.pieces[i];
             const void* next = i + 1 < burst_.pieces.size() ? burst_.pieces[i + 1].iov_base : next_source();
             crc = crc32c_extend_cold(crc, piece.iov_base, piece.iov_len, next);
@@ -427,7 +430,7 @@ void QueuePair::gather_payload(Message& m, u32 n, u8* head, std::size_t& used, u
         at += burst_.pieces[i].iov_len;
     }
     burst_.pieces.resize(first);
-    crc = crc32c_extend(crc, copy, n);
+    crc = sum(crc, copy, n);
     if (n <= kCopyPayload) {
         burst_.pieces.back().iov_len += n;
         used += n;

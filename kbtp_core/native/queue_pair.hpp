@@ -142,6 +142,7 @@ class QueuePair : public Pollable, public Drivable, public std::enable_shared_fr
     bool append_segment(Message& message);
     void append_marked(Message& message, u32 n);
     void gather_payload(Message& message, u32 n, u8* head, std::size_t& used, u32& crc);
+    u32 sum(u32 crc, const void* data, std::size_t size) const;
     const void* next_source() const;
     void source_gone(Message& message);
     void halt();
@@ -278,7 +279,7 @@ class QueuePair : public Pollable, public Drivable, public std::enable_shared_fr
     u16 ird_, ord_;  // as negotiated
     u32 inbound_requests_ = 0, executor_replies_ = 0;
     bool may_send_ = false;         // see rule 3
-    bool checks_crc_ = true;        // under progress_mutex_; what is sent always has a CRC
+    bool checks_crc_ = true;        // frames have CRCs, both ways; settled before may_send_ and before the first frame is read
     bool inserts_markers_ = false;  // the peer wants them
     u64 stream_position_ = 0;       // octets sent since the start-up frames; kept only with markers
     bool write_armed_ = false;      // the progress thread waits for the socket to take more

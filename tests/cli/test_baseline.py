@@ -92,6 +92,20 @@ def test_a_peer_that_goes_away_ends_the_run(pair: tuple[socket.socket, socket.so
         _baseline.run_loads(pair[0].fileno(), np.zeros(4096, np.uint8), np.zeros(1, np.uint64), 4096, 1, 10.0, np.zeros(1, np.uint64))
 
 
+def test_an_echo_sends_back_whole_messages(pair: tuple[socket.socket, socket.socket]) -> None:
+    server = in_thread(lambda: _baseline.serve_echo(pair[1].fileno(), 64))
+    times = np.zeros(7, np.uint64)
+    assert _baseline.run_echo(pair[0].fileno(), 64, 10.0, times) == 7
+    assert times.min() > 0
+    message = random_octets(64, 8).tobytes()
+    pair[0].sendall(message[:10])
+    pair[0].sendall(message[10:])
+    assert pair[0].recv(64, socket.MSG_WAITALL) == message
+    pair[0].close()
+    server.join(10)
+    assert not server.is_alive()
+
+
 def test_a_copy_copies() -> None:
     source, sink = random_octets(2 * MIB, 7), np.zeros(2 * MIB, np.uint8)
     assert copy_gib_per_s(source, sink, 0.05) > 0

@@ -45,10 +45,11 @@ def test_a_short_run_measures_each_case_and_its_baselines(op: str, tmp_path: Pat
         assert 0 < row["p50_us"] <= row["p99_us"]
         assert row["cpu_us_per_block"] > row["target_cpu_us_per_block"] > 0
     assert "KBTP between two processes" in result.output
-    assert document["python_target"] is document["clients"] is document["interpreter"] is None
+    assert document["python_target"] is document["clients"] is document["interpreter"] is document["round_trip"] is None
+    assert document["large"] == []
 
 
-def test_a_run_also_measures_the_target_in_python_two_clients_and_the_interpreter(tmp_path: Path) -> None:
+def test_a_run_also_measures_what_no_single_case_shows(tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
     cases = ["--ops", "load", "--sizes", "4KiB", "--batches", "32", "--seconds", "0.4", "--pool", "4MiB"]
     result = CliRunner().invoke(app, ["bench", *cases, "--json", str(file)])
@@ -65,5 +66,15 @@ def test_a_run_also_measures_the_target_in_python_two_clients_and_the_interprete
     assert 0 < interpreter["post_ms"] < interpreter["load_ms"]
     assert interpreter["gil_share"] == pytest.approx(interpreter["gil_ms"] / interpreter["load_ms"])
     assert interpreter["spin_share"] > 0
+    assert [(row["size"], row["batch"], row["has_crc"]) for row in document["large"]] == [(1 << 20, 1, True), (1 << 20, 1, False)]
+    for row in document["large"]:
+        assert row["ratio_raw_tcp"] == pytest.approx(row["gib_per_s"] / row["raw_tcp_gib_per_s"])
+        assert row["ratio_cpu"] == pytest.approx(row["cpu_s_per_gib"] / row["raw_tcp_cpu_s_per_gib"])
+    trip = document["round_trip"]
+    assert trip["size"] == 64
+    assert trip["ratio_send"] == pytest.approx(trip["send_us"] / trip["raw_tcp_us"])
+    assert trip["ratio_load"] == pytest.approx(trip["load_us"] / trip["raw_tcp_us"])
+    assert "1 MiB × 1 without CRCs" in result.output
+    assert "round trip of 64 octets" in result.output
     assert "2 clients: " in result.output
     assert "GIL held" in result.output

@@ -101,7 +101,7 @@ def test_an_initiator_does_not_check_crcs_that_nobody_wants() -> None:
     with initiator(StartUp(is_reply=True, wants_crc=False)) as (device, end, peer, _):
         sink = device.memory(40_000)
         end.post(request(Op.READ, sink, 40_000))
-        peer.receive()
+        peer.receive(verify=False)
         octets = spoilt(read_response(sink.stag, 0, b"r" * 40_000).frame())
         for at in range(0, len(octets), 9_000):
             peer.send(octets[at : at + 9_000])
@@ -113,7 +113,9 @@ def test_an_initiator_does_not_check_crcs_that_nobody_wants() -> None:
 def test_the_crc_field_is_always_there() -> None:
     with responder(WITHOUT) as (device, end, peer, _):
         end.post(request(Op.SEND, device.memory(b"abc"), 3), request(Op.WRITE))
-        assert peer.receive(verify=False) == send(b"abc")
+        octets = peer.receive_octets(28)
+        assert octets[:-4] == send(b"abc").frame()[:-4]
+        assert octets[-4:] == bytes(4)
         assert peer.receive(verify=False) == write(0, 0, b"")
 
 
@@ -123,7 +125,7 @@ def test_other_checks_do_not_need_crcs() -> None:
         target = device.memory(8, Access.REMOTE_WRITE)
         culprit = write(target.stag, 1, b"x" * 8)
         peer.send(spoilt(culprit.frame()))
-        assert peer.receive_terminate() == Terminate.about(culprit, 1, 1, 1)
+        assert peer.receive_terminate(skip=True) == Terminate.about(culprit, 1, 1, 1)
         peer.close()
         assert end.drain()[-1].value == terminate_code(1, 1, 1)
         assert target.read() == bytes(8)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from kbtp_core import _baseline
 from kbtp_core.cli.bench.plan import BenchOp, Case
 
-Service = Literal["stream", "load", "alloc_store"]
+Service = Literal["stream", "load", "alloc_store", "echo"]
 STREAM_WRITE_BYTES = 1 << 20
 STREAM_REQUEST_BYTES = 128 << 20  # moved between two looks at the clock
 SOCKET_TIMEOUT_S = 30
@@ -33,14 +33,14 @@ class BaselineServer:
         self._pool = pool
         self._congestion_control = congestion_control
 
-    def open(self, service: Service) -> int:
-        """Serve one connection; returns the port to connect to. The service ends when the client closes."""
+    def open(self, service: Service, size: int = 0) -> int:
+        """Serve one connection; returns the port to connect to. The service ends when the client closes. `size` is of an echo."""
         listener = socket.create_server(("127.0.0.1", 0))
         listener.settimeout(SOCKET_TIMEOUT_S)
-        threading.Thread(target=self._serve, args=(listener, service), name=f"baseline-{service}", daemon=True).start()
+        threading.Thread(target=self._serve, args=(listener, service, size), name=f"baseline-{service}", daemon=True).start()
         return int(listener.getsockname()[1])
 
-    def _serve(self, listener: socket.socket, service: Service) -> None:
+    def _serve(self, listener: socket.socket, service: Service, size: int) -> None:
         with listener:
             connection, _ = listener.accept()
         with connection:
@@ -50,6 +50,8 @@ class BaselineServer:
                 _baseline.serve_loads(connection.fileno(), self._pool)
             elif service == "alloc_store":
                 _baseline.serve_stores(connection.fileno(), self._pool)
+            elif service == "echo":
+                _baseline.serve_echo(connection.fileno(), size)
             else:
                 while request := connection.recv(8, socket.MSG_WAITALL):
                     _baseline.stream_send(connection.fileno(), self._pool, int.from_bytes(request, "big"), STREAM_WRITE_BYTES)
@@ -64,14 +66,31 @@ class RawStream:
         self.congestion_control = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()
         """What the kernel uses, which may not be what was asked for."""
 
-    def run(self, seconds: float) -> float:
-        """GiB/s over about `seconds`."""
+    def run(self, seconds: float) -> tuple[int, float]:
+        """Octets moved, and the seconds that it took, which are about `seconds`."""
         begun, octets = time.perf_counter(), 0
         while (elapsed := time.perf_counter() - begun) < seconds:
             self._socket.sendall(STREAM_REQUEST_BYTES.to_bytes(8, "big"))
             _baseline.stream_receive(self._socket.fileno(), self._memory, STREAM_REQUEST_BYTES, STREAM_WRITE_BYTES)
             octets += STREAM_REQUEST_BYTES
-        return octets / elapsed / 2**30
+        return octets, elapsed
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class Echo:
+    """Messages of `size` octets there and back over plain TCP."""
+
+    def __init__(self, port: int, size: int, congestion_control: str) -> None:
+        self._size = size
+        self._socket = _connect(port, congestion_control)
+        self._times: NDArray[np.uint64] = np.empty(LARGEST_RUN, np.uint64)
+
+    def run(self, seconds: float) -> NDArray[np.uint64]:
+        """Nanoseconds of each round trip in about `seconds`."""
+        count = _baseline.run_echo(self._socket.fileno(), self._size, seconds, self._times)
+        return np.array(self._times[:count])
 
     def close(self) -> None:
         self._socket.close()

@@ -36,7 +36,7 @@ def run_clients(plan: Plan, peer: Peer, case: Case, count: int, rounds: int) -> 
     rates: dict[tuple[str, int], list[float]] = {}
     with ExitStack() as stack:
         clients = [stack.enter_context(_Client(plan, case)) for _ in range(count)]
-        stack.callback(peer.close_target)
+        stack.callback(peer.close_targets)
         address = peer.open_target(case)
         for client in clients:
             client.ask("open", peer.open_baseline("load"), address)

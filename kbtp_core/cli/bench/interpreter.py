@@ -104,7 +104,7 @@ def run_interpreter(plan: Plan, peer: Peer, rounds: int) -> InterpreterRow:
             spin_shares.append(beside.count / beside.wall_ns / (idle.count / idle.wall_ns))
     finally:
         initiator.close()
-        peer.close_target()
+        peer.close_targets()
     load_ms = float(np.median(load_ns)) / 1e6
     return InterpreterRow(
         size=case.block_bytes,

@@ -42,7 +42,9 @@ class TargetAddress:
 class BenchTarget:
     """The target of one case; in the child."""
 
-    def __init__(self, pool_bytes: int, case: Case, congestion_control: str, *, is_native: bool = True, seed: int = 3) -> None:
+    def __init__(
+        self, pool_bytes: int, case: Case, congestion_control: str, *, is_native: bool = True, has_crc: bool = True, seed: int = 3
+    ) -> None:
         count = pool_bytes // case.block_bytes
         self._memory = octets(count * case.block_bytes, seed)
         is_load = case.op is BenchOp.LOAD
@@ -54,7 +56,7 @@ class BenchTarget:
             limits=TargetLimits(outstanding=max(1024, case.batch)),
             trust_domains=frozenset({TRUST_DOMAIN}),
         )
-        self._fabric = SoftRnic(congestion=congestion_control)
+        self._fabric = SoftRnic(congestion=congestion_control, wants_crc=has_crc)
         self._server = TargetServer(self._fabric, target, self._register, use_executor=is_native)
         handles = np.arange(count, dtype=np.uint64)
         bound = (
@@ -74,10 +76,12 @@ class BenchTarget:
 class BenchInitiator:
     """The initiator of one case; in the parent. Loads go to `memory`, stores come from it."""
 
-    def __init__(self, address: TargetAddress, case: Case, memory: NDArray[np.uint8], congestion_control: str) -> None:
+    def __init__(
+        self, address: TargetAddress, case: Case, memory: NDArray[np.uint8], congestion_control: str, *, has_crc: bool = True
+    ) -> None:
         self._case, self._address, self._memory = case, address, memory
         count = len(address.generations)
-        self._fabric = SoftRnic(congestion=congestion_control)
+        self._fabric = SoftRnic(congestion=congestion_control, wants_crc=has_crc)
         wish = HelloParameters(
             quota=count, handle_count=count, outstanding=max(256, case.batch), client_name="bench", trust_domain=TRUST_DOMAIN
         )

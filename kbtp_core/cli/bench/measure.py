@@ -7,7 +7,6 @@ side's slices.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,15 +16,15 @@ from kbtp_core.cli.bench.baseline import NativeLoop, RawStream, copy_gib_per_s
 from kbtp_core.cli.bench.clients import ClientsRow, run_clients
 from kbtp_core.cli.bench.interpreter import InterpreterRow, run_interpreter
 from kbtp_core.cli.bench.kbtp import BenchInitiator, octets
+from kbtp_core.cli.bench.large import LargeRow, run_large
 from kbtp_core.cli.bench.peer import Peer
 from kbtp_core.cli.bench.plan import WARM_UP_S, BenchOp, Case, Plan
+from kbtp_core.cli.bench.round_trip import RoundTripRow, run_round_trip
+from kbtp_core.cli.bench.timed import Cpu, run_kbtp
 
 ROUNDS = 4  # slices of a side in one case
 STANDARD = Case(BenchOp.LOAD, 4096, 32)  # whose native loop the summary names, and which the extras measure
 CLIENT_COUNT = 2
-
-Cpu = tuple[float, float]
-"""Seconds of CPU time of this process, and of the target's."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +57,8 @@ class Result:
     python_target: Row | None  # the standard case with a target that has no executor
     clients: ClientsRow | None
     interpreter: InterpreterRow | None
+    large: tuple[LargeRow, ...]
+    round_trip: RoundTripRow | None
 
 
 class Bench:
@@ -91,20 +92,21 @@ class Bench:
         cpu_s: Cpu = (0.0, 0.0)
 
         def raw_side() -> None:
-            raw_rates.append(self._raw.run(slice_s))
+            octets, seconds = self._raw.run(slice_s)
+            raw_rates.append(octets / seconds / 2**30)
 
         def loop_side() -> None:
             loop_slices.append(loop.run(slice_s))
 
         def kbtp_side() -> None:
             nonlocal cpu_s
-            times, cpu = self._run_kbtp(initiator, slice_s)
+            times, cpu = run_kbtp(peer, initiator, slice_s)
             slices.append(times)
             cpu_s = (cpu_s[0] + cpu[0], cpu_s[1] + cpu[1])
 
         try:
             loop.run(WARM_UP_S)
-            self._run_kbtp(initiator, WARM_UP_S)
+            run_kbtp(peer, initiator, WARM_UP_S)
             for turn in range(ROUNDS):
                 for side in (raw_side, loop_side, kbtp_side)[:: 1 if turn % 2 == 0 else -1]:
                     side()
@@ -112,7 +114,7 @@ class Bench:
         finally:
             loop.close()
             initiator.close()
-            peer.close_target()
+            peer.close_targets()
         self._raw_rates += raw_rates
         return _row(case, slices, cpu_s, float(np.median(raw_rates)), loop_slices)
 
@@ -130,23 +132,11 @@ class Bench:
             python_target=self.run_case(STANDARD, is_native=False) if has_extras else None,
             clients=run_clients(plan, peer, STANDARD, CLIENT_COUNT, ROUNDS) if has_extras else None,
             interpreter=run_interpreter(plan, peer, ROUNDS) if has_extras else None,
+            large=run_large(plan, peer, self._raw, self._kbtp_sink, ROUNDS) if has_extras else (),
+            round_trip=run_round_trip(plan, peer, ROUNDS) if has_extras else None,
         )
         self._raw.close()
         return result
-
-    def _run_kbtp(self, initiator: BenchInitiator, seconds: float) -> tuple[NDArray[np.uint64], Cpu]:
-        """Batches for about `seconds` of measured time: nanoseconds of each, and the CPU time that they took."""
-        times: list[int] = []
-        here_s, there_s, left_ns = 0.0, 0.0, int(seconds * 1e9)
-        while left_ns > 0:
-            initiator.prepare()
-            there, here = self._peer.cpu_s(), time.process_time()
-            stretch = initiator.run(left_ns)
-            here_s += time.process_time() - here
-            there_s += self._peer.cpu_s() - there
-            times += stretch
-            left_ns -= sum(stretch)
-        return np.array(times, np.uint64), (here_s, there_s)
 
     def _standard_loop(self) -> float:
         loop = NativeLoop(self._peer.open_baseline("load"), STANDARD, self._sink, self._plan.congestion_control)

@@ -9,6 +9,7 @@ import time
 
 from kbtp_core.cli.bench.baseline import BaselineServer, Service
 from kbtp_core.cli.bench.child import ChildProcess
+from kbtp_core.cli.bench.ends import EchoEnd
 from kbtp_core.cli.bench.kbtp import BenchTarget, TargetAddress, octets
 from kbtp_core.cli.bench.plan import Case
 
@@ -23,16 +24,24 @@ class Peer(ChildProcess):
         """Start a baseline; returns its port."""
         return int(self.ask("open_baseline", service))
 
-    def open_target(self, case: Case, *, is_native: bool = True) -> TargetAddress:
-        """Start a target with a pool of the case's blocks, bound and sealed for loads, free for stores.
+    def open_echo(self, size: int) -> int:
+        """Start an echo over plain TCP; returns its port."""
+        return int(self.ask("open_echo", size))
 
-        `is_native`: with the executor; else the target in Python answers everything.
+    def open_end(self) -> int:
+        """Start an echo over a queue pair; returns its port."""
+        return int(self.ask("open_end"))
+
+    def open_target(self, case: Case, *, is_native: bool = True, has_crc: bool = True, pool_bytes: int | None = None) -> TargetAddress:
+        """Start one more target with a pool of the case's blocks, bound and sealed for loads, free for stores.
+
+        `is_native`: with the executor; else the target in Python answers everything. `has_crc`: unless both sides do without.
         """
-        address: TargetAddress = self.ask("open_target", case, is_native)
+        address: TargetAddress = self.ask("open_target", case, is_native, has_crc, pool_bytes)
         return address
 
-    def close_target(self) -> None:
-        self.ask("close_target")
+    def close_targets(self) -> None:
+        self.ask("close_targets")
 
     def cpu_s(self) -> float:
         """CPU time of the child so far, all threads, user and system."""
@@ -46,23 +55,28 @@ class _Child:
         self._pool = octets(pool_bytes, seed=1)
         self._congestion_control = congestion_control
         self._baselines = BaselineServer(self._pool, congestion_control)
-        self._target: BenchTarget | None = None
+        self._targets: list[BenchTarget] = []
 
     def open_baseline(self, service: Service) -> int:
         return self._baselines.open(service)
 
-    def open_target(self, case: Case, is_native: bool) -> TargetAddress:
-        self.close_target()
-        self._target = BenchTarget(self._pool.size, case, self._congestion_control, is_native=is_native)
-        return self._target.address
+    def open_echo(self, size: int) -> int:
+        return self._baselines.open("echo", size)
 
-    def close_target(self) -> None:
-        if self._target is not None:
-            self._target.close()
-            self._target = None
+    def open_end(self) -> int:
+        return EchoEnd(self._congestion_control).port
+
+    def open_target(self, case: Case, is_native: bool, has_crc: bool, pool_bytes: int | None) -> TargetAddress:
+        size = self._pool.size if pool_bytes is None else pool_bytes
+        self._targets.append(BenchTarget(size, case, self._congestion_control, is_native=is_native, has_crc=has_crc))
+        return self._targets[-1].address
+
+    def close_targets(self) -> None:
+        while self._targets:
+            self._targets.pop().close()
 
     def cpu_s(self) -> float:
         return time.process_time()
 
     def end(self) -> None:
-        self.close_target()
+        self.close_targets()

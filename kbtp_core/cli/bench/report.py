@@ -63,6 +63,16 @@ def extra_lines(result: Result) -> list[str]:
             f"{clients.count} clients: {clients.blocks_per_s:,.0f} blocks/s together, {clients.alone_blocks_per_s:,.0f} one alone · native "
             f"loops: {clients.native_loop_blocks_per_s:,.0f}, {clients.native_loop_alone_blocks_per_s:,.0f}"
         )
+    for large in result.large:
+        lines.append(
+            f"load {format_size(large.size)} × {large.batch} {'with' if large.has_crc else 'without'} CRCs: {large.gib_per_s:.2f} GiB/s, "
+            f"{large.ratio_raw_tcp:.0%} of raw TCP; {large.cpu_s_per_gib:.2f} CPU s a GiB, {large.ratio_cpu:.2f} of raw TCP's"
+        )
+    if (trip := result.round_trip) is not None:
+        lines.append(
+            f"round trip of {trip.size} octets: raw TCP {trip.raw_tcp_us:.1f} µs, Sends {trip.send_us:.1f} µs ({trip.ratio_send:.2f}), "
+            f"load {trip.load_us:.1f} µs ({trip.ratio_load:.2f})"
+        )
     if (load := result.interpreter) is not None:
         lines.append(
             f"{load.batch:,} blocks of {format_size(load.size)} in one load: {load.load_ms:.1f} ms, {load.post_ms:.1f} ms until posted; "
