@@ -13,6 +13,7 @@
 
 #include "crc32c.hpp"
 #include "device.hpp"
+#include "module.hpp"
 
 namespace nb = nanobind;
 using namespace kbtp;
@@ -439,4 +440,5 @@ NB_MODULE(_native, m) {
         nb::arg("spin_s"), nb::arg("capture_path").none(), nb::arg("capture_limit_bytes"), nb::arg("capture_checksums"),
         "Open a device and start its progress thread.");
     bind_crc(m);
+    bind_identity(m);
 }

@@ -11,10 +11,15 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kbtp_core import _native
 
 REPLICATED: Final = -1
 """As a rank: every rank holds the same bytes."""
@@ -41,6 +46,14 @@ def object_id(namespace: bytes, key: bytes) -> bytes:
     if not namespace or not key:
         raise ValueError("a value needs a namespace and a key, neither of them empty")
     return hashlib.sha256(b"DFKVKEY2" + _framed64(namespace) + _framed64(key)).digest()[:16]
+
+
+def object_ids(namespace: bytes, keys: Sequence[bytes | str]) -> NDArray[np.uint8]:
+    """`object_id` of each key, shape (n, 16); a str stands for its UTF-8. Raises ValueError if the namespace or a key is empty."""
+    if not namespace:
+        raise ValueError("a value needs a namespace that is not empty")
+    ids = _native.object_ids(b"DFKVKEY2" + _framed64(namespace), keys)
+    return np.frombuffer(ids, np.uint8).reshape(-1, 16)
 
 
 def tenant_of(namespace: bytes) -> bytes:

@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kbtp_core.store.identity import REPLICATED, Namespace, ObjectKey, PoolKind, Ranks, layout_fingerprint, object_id, tenant_id, tenant_of
+from kbtp_core import _native
+from kbtp_core.store.identity import (
+    REPLICATED,
+    Namespace,
+    ObjectKey,
+    PoolKind,
+    Ranks,
+    layout_fingerprint,
+    object_id,
+    object_ids,
+    tenant_id,
+    tenant_of,
+)
 
 NAMESPACE = Namespace(
     "tenant/a|b",
@@ -111,3 +124,40 @@ def test_empty_names_are_refused() -> None:
             object_id(namespace, key)
     with pytest.raises(ValueError, match="fit into its field"):
         dataclasses.replace(NAMESPACE, group=1 << 32).encode()
+
+
+@pytest.fixture(params=[False, True], ids=["fastest", "portable"])
+def sha256(request: pytest.FixtureRequest) -> Iterator[None]:
+    _native.use_portable_sha256(request.param)
+    yield
+    _native.use_portable_sha256(False)
+
+
+@pytest.mark.usefixtures("sha256")
+def test_many_names_at_once_are_those_of_one_by_one() -> None:
+    keys: list[bytes | str] = [bytes(range(256))[:length] * 2 for length in range(1, 200)]
+    keys += ["a text", "ein Schlüssel", "glm-5.2/page_777_k", b"x" * 100_000]
+    for namespace in (b"n", b"test/model", GOLDEN_NAMESPACE, b"\0" * 64, b"n" * 1000):
+        ids = object_ids(namespace, keys)
+        assert ids.shape == (len(keys), 16)
+        wanted = [object_id(namespace, key.encode() if isinstance(key, str) else key) for key in keys]
+        assert [row.tobytes() for row in ids] == wanted
+
+
+def test_no_names_at_once_are_none() -> None:
+    assert object_ids(b"n", []).shape == (0, 16)
+
+
+@pytest.mark.parametrize(
+    ("namespace", "keys", "error"),
+    [
+        (b"", [b"k"], ValueError),
+        (b"n", [b"k", b""], ValueError),
+        (b"n", [b"k", 3], TypeError),
+        (b"n", 3, TypeError),
+        (b"n", ["\ud800"], ValueError),
+    ],
+)
+def test_what_is_no_name_is_refused_among_many(namespace: bytes, keys: list[bytes], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        object_ids(namespace, keys)

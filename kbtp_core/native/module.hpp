@@ -1,0 +1,10 @@
+// The parts of the module `_native`: each binds what one file is about.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace kbtp {
+
+void bind_identity(nanobind::module_& m);
+
+}  // namespace kbtp
