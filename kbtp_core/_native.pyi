@@ -129,6 +129,7 @@ def open_device(
     crc: bool,
     peer_to_peer: bool,
     spin_s: float,
+    progress_threads: int,
     capture_path: str | None,
     capture_limit_bytes: int,
     capture_checksums: bool,

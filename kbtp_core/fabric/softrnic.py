@@ -1,7 +1,7 @@
 """The software RNIC: iWARP (RFC 5040, 5041, 5044, 6581, 7306) in user space over ordinary TCP, for any machine.
 
-The work is native (`kbtp_core/native`): one progress thread a device, which moves data between registered memory and sockets
-without the GIL. This module gives it the shape of `fabric.api` and keeps alive what must outlive a transfer.
+The work is native (`kbtp_core/native`): progress threads, one a device unless it is told to have more, move data between registered
+memory and sockets without the GIL. This module gives it the shape of `fabric.api` and keeps alive what must outlive a transfer.
 
 Rules:
 1. A `Region` keeps its memory alive until it is closed; closing waits until no transfer touches it.
@@ -305,6 +305,8 @@ class SoftRnic:
     9.2). `stags` and `first_atomic_id` fix what is otherwise drawn, for frames that tests know by heart.
     `spin_s` is how long, in seconds, a thread that has just moved octets, or waits for an answer, looks for more before it sleeps; the
     core is given to whoever wants it meanwhile. 0: it sleeps at once.
+    `progress_threads` is how many threads, 1 to 64, serve the device's queue pairs; each queue pair stays with one of them. More than one
+    is for a device whose many peers ask for more than one core can give.
 
     `capture` is a pcap file for all that the device's connections carry; without it the environment decides (`fabric.capture`).
     """
@@ -321,16 +323,21 @@ class SoftRnic:
         first_atomic_id: int = 1,
         stags: Sequence[int] = (),
         spin_s: float = SPIN_S,
+        progress_threads: int = 1,
         capture: str | os.PathLike[str] | Capture | None = None,
     ) -> None:
         if not 64 <= mulpdu <= 64768:
             raise FabricError(f"mulpdu is {mulpdu}: it must be between 64 and 64768 octets (RFC 5044, section 5.1)")
         if not 0 <= spin_s <= 0.01:
             raise FabricError(f"spin_s is {spin_s}: it must be between 0 and 0.01 seconds")
+        if not 1 <= progress_threads <= 64:
+            raise FabricError(f"progress_threads is {progress_threads}: it must be between 1 and 64")
         self.capture = _capture(capture)
         file = (None, 0, False) if self.capture is None else (str(self.capture.path), self.capture.limit_bytes, self.capture.checksums)
         try:
-            self._device = _native.open_device(mulpdu, congestion, first_atomic_id, list(stags), wants_crc, peer_to_peer, spin_s, *file)
+            self._device = _native.open_device(
+                mulpdu, congestion, first_atomic_id, list(stags), wants_crc, peer_to_peer, spin_s, progress_threads, *file
+            )
         except (RuntimeError, OSError) as error:
             raise FabricError(f"cannot open a software RNIC: {error}") from None
         self._close = weakref.finalize(self, self._device.close)

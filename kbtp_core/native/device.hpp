@@ -1,20 +1,17 @@
-// A software RNIC: the region table, the queue pairs and listeners, and the progress thread that drives them.
+// A software RNIC: the region table, the queue pairs and listeners, and the progress threads that drive them.
 //
-// The progress thread waits in epoll; other threads reach it through `submit`. Everything that changes a queue pair's state runs on it, or
-// on a thread that waits for that pair and holds its progress lock.
+// Everything that changes a queue pair's state runs on its own progress thread, or on a thread that holds the pair's progress lock. Two
+// queue pairs share the region table, a completion queue perhaps, and an executor: those have locks, or rules, of their own.
 #pragma once
 
-#include <sys/epoll.h>
-
 #include <atomic>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
-#include <thread>
 #include <unordered_map>
 #include <vector>
 
+#include "loop.hpp"
 #include "queue_pair.hpp"
 
 namespace kbtp {
@@ -28,6 +25,7 @@ struct DeviceOptions {
     bool crc = true;            // ask for CRCs: they are off only if the peer does not ask either
     bool peer_to_peer = false;  // connect so that either side may send first
     std::optional<CaptureOptions> capture = {};
+    u32 progress_threads = 1;
 };
 
 class Listener;
@@ -37,7 +35,7 @@ class Device : public std::enable_shared_from_this<Device> {
     explicit Device(DeviceOptions options);
     ~Device();
     void start();
-    void close();  // ends every queue pair and the thread; idempotent
+    void close();  // ends every queue pair and the threads; not from one of them; idempotent
 
     const DeviceOptions& options() const { return options_; }
     RegionTable& regions() { return regions_; }
@@ -46,64 +44,38 @@ class Device : public std::enable_shared_from_this<Device> {
     std::shared_ptr<Listener> listen(const std::string& host, u16 port, std::shared_ptr<CompletionQueue> cq, double startup_timeout_s,
                                      u32 backlog);
 
-    // Run on the progress thread, soon. False, and dropped, once the device is closed.
-    bool submit(std::function<void()> task);
-
-    // Progress thread only.
-    void watch(int fd, Pollable* who, u32 events);
-    void unwatch(int fd);
-    void forget(const Listener& listener);
-
     // Any thread.
     void forget(QueuePair& qp);
-    void time(std::shared_ptr<Pollable> who);  // its `deadline`, set before, is kept from now on
-    void keep_until_idle(std::shared_ptr<Pollable> who);
-    void rearm(int fd, Pollable* who, u32 events);  // what is waited for on a watched socket
-
+    DeviceStats stats();
     // Null without a capture.
     std::unique_ptr<CaptureStream> capture(int fd, bool is_active) const;
-    // Any thread.
-    DeviceStats stats();
-
     void configure_socket(int fd, bool is_local_peer) const;
 
+    // Where listeners and what they have accepted live, until a queue pair takes it over.
+    Loop& front() { return *loops_.front(); }
+    void forget(const Listener& listener);  // on that loop
+
   private:
-    void run();
-    int wait_for_events(std::span<epoll_event> events, TimePoint& spin_until);
-    void run_tasks();
-    void bury();
-    int run_deadlines();  // returns milliseconds until the next one, or -1
+    struct Known {
+        std::shared_ptr<QueuePair> pair;
+        std::size_t loop;
+    };
 
     const DeviceOptions options_;
     const std::shared_ptr<Capture> capture_;
     RegionTable regions_;
-    const int epoll_fd_, wake_fd_;
+    std::vector<std::unique_ptr<Loop>> loops_;
     std::atomic<u32> next_pd_{1}, next_qp_{1};
-    std::atomic<bool> stopping_{false};
-
-    std::mutex tasks_mutex_;  // guards the two below
-    std::vector<std::function<void()>> tasks_;
-    bool closed_ = false;
+    std::atomic<bool> closed_{false};
 
     std::mutex pairs_mutex_;  // guards the four below
-    std::unordered_map<u32, std::shared_ptr<QueuePair>> pairs_;
-    DeviceStats ended_;                                 // what the pairs that are no more had counted
-    std::vector<std::shared_ptr<Pollable>> graveyard_;  // ended during this round of events, whose pointers may still be in it
-    bool finished_ = false;                             // there will be no more rounds
+    std::unordered_map<u32, Known> pairs_;
+    std::vector<std::size_t> loads_;  // pairs of each loop
+    DeviceStats ended_;               // what the pairs that are no more had counted
+    bool finished_ = false;           // no pair is added any more
 
-    // Progress thread only.
-    std::vector<std::shared_ptr<Listener>> listeners_;
-    std::vector<std::weak_ptr<Pollable>> timed_;
-    std::thread thread_;
+    std::vector<std::shared_ptr<Listener>> listeners_;  // the front loop's, and `close` once that has ended
 };
-
-template <class Task>
-bool QueuePair::later(Task task) {
-    return device_->submit([self = shared_from_this(), task = std::move(task)]() mutable {
-        const std::lock_guard lock(self->progress_mutex_);
-        task(*self);
-    });
-}
 
 // A peer whose MPA Request is being read, or waits for an answer.
 class PendingConnection : public Pollable, public std::enable_shared_from_this<PendingConnection> {
@@ -118,9 +90,9 @@ class PendingConnection : public Pollable, public std::enable_shared_from_this<P
     // Any thread, once: hand the connection to a queue pair, or refuse it.
     std::shared_ptr<QueuePair> create_qp(u32 pd, std::shared_ptr<CompletionQueue> cq, QueueLimits limits);
     void reject(std::vector<u8> private_data);
-    bool is_announced() const { return announced_; }  // progress thread
+    bool is_announced() const { return announced_; }  // the front loop's thread
 
-    void drop();  // progress thread
+    void drop();  // the front loop's thread
 
   private:
     const std::shared_ptr<Device> device_;
@@ -147,7 +119,7 @@ class Listener : public Pollable, public std::enable_shared_from_this<Listener> 
     std::vector<std::shared_ptr<PendingConnection>> poll();
     void close();  // any thread
 
-    // Progress thread.
+    // The front loop's thread.
     void announce(std::shared_ptr<PendingConnection> request);
     void gone(const PendingConnection* request);
     double startup_timeout_s() const { return startup_timeout_s_; }
@@ -163,7 +135,7 @@ class Listener : public Pollable, public std::enable_shared_from_this<Listener> 
     const std::shared_ptr<CompletionQueue> cq_;
     const double startup_timeout_s_;
     const u32 backlog_;
-    std::vector<std::shared_ptr<PendingConnection>> starting_;  // progress thread: not yet announced, or not yet taken
+    std::vector<std::shared_ptr<PendingConnection>> starting_;  // the front loop's thread: not yet announced, or not yet taken
     std::mutex mutex_;                                          // guards ready_
     std::vector<std::shared_ptr<PendingConnection>> ready_;
 };

@@ -77,11 +77,18 @@ u32 Executor::load_state(u64 index) const {
 }
 
 // Length and offset of a bound entry don't change before its Flags and Generation do, but for a STORE into an unsealed block, which
-// changes the length: it may be torn, and is checked against the block's size before it is used.
+// changes the length: it is checked against the block's size before it is used.
 Entry Executor::entry(u64 index) const {
     const u32 state = load_state(index);
     const u8* at = table_ + 16 * index;
-    return {static_cast<u16>(state >> 16), static_cast<u16>(state), load_be<u32>(at + 4), load_be<u64>(at + 8)};
+    const u32 length = __atomic_load_n(reinterpret_cast<const u32*>(at + 4), __ATOMIC_ACQUIRE);
+    const u64 block_offset = __atomic_load_n(reinterpret_cast<const u64*>(at + 8), __ATOMIC_RELAXED);
+    return {static_cast<u16>(state >> 16), static_cast<u16>(state), swap_to_host(length), swap_to_host(block_offset)};
+}
+
+// After the data: another thread may read the length of an unsealed block at any time, and then reads the block.
+void Executor::set_length(u64 index, u32 length) {
+    __atomic_store_n(reinterpret_cast<u32*>(table_ + 16 * index + 4), swap_to_host(length), __ATOMIC_RELEASE);
 }
 
 void Executor::publish(u64 index, u16 flags, u16 generation) {
@@ -171,9 +178,8 @@ void Executor::return_block(const StoreGrant& grant, u64 block_offset) {
 
 // The entry becomes valid after the data is in the block, its length and its offset are in the entry (draft section 6.3).
 void Executor::bind(const StoreGrant& grant, u64 index, u64 block_offset, u32 length, bool seal) {
-    u8* at = table_ + 16 * index;
-    store_be<u32>(at + 4, length);
-    store_be<u64>(at + 8, block_offset);
+    set_length(index, length);
+    __atomic_store_n(reinterpret_cast<u64*>(table_ + 16 * index + 8), swap_to_host(block_offset), __ATOMIC_RELAXED);
     pool_->entry_states[index] = kBound;
     pool_->owners[index] = grant.owner;
     block_state(block_offset) = kBlockBound;
@@ -181,7 +187,7 @@ void Executor::bind(const StoreGrant& grant, u64 index, u64 block_offset, u32 le
 }
 
 void Executor::update(u64 index, u32 length, bool seal) {
-    store_be<u32>(table_ + 16 * index + 4, length);
+    set_length(index, length);
     if (seal) publish(index, kValid | kSealed, pool_->generations[index]);
 }
 

@@ -4,10 +4,11 @@
 // session has in progress is in executor_session.hpp. What is not the plain case is left to the software target, which answers it; the
 // initiator can't tell the two apart.
 //
-// Who may write what, when both sides run at once:
+// Who may write what, when both sides run at once, and this side on several progress threads (a session has one of them at a time):
 //   a table entry    whoever serves the session in whose handle range it lies: this side while nothing of that session was handed up,
 //                    the software target while it was. So no lock is needed, and the hand-over orders the memory.
 //   a block's owner  the same, for a block belongs to one session until it is back in the ring.
+//   a usage counter  the same: a session has its own.
 //   the ring         `allocate` and `give_back` alone, both sides, under `ring_mutex_`.
 //   the readers      anybody, see below.
 //
@@ -148,6 +149,7 @@ class Executor {
 
     u32 load_state(u64 index) const;  // Flags and Generation in one 32-bit load
     void publish(u64 index, u16 flags, u16 generation);
+    void set_length(u64 index, u32 length);
     u8& block_state(u64 block_offset) { return pool_->block_states[(block_offset - pool_->base_offset) / block_bytes_]; }
     void return_block(const StoreGrant& grant, u64 block_offset);
     u64 advance(u64& counter);  // with ring_mutex_ held; returns the ticket

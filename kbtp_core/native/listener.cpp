@@ -70,9 +70,9 @@ std::shared_ptr<Listener> Device::listen(const std::string& host, u16 port, std:
     socklen_t size = sizeof bound;
     ::getsockname(fd, reinterpret_cast<sockaddr*>(&bound), &size);
     auto listener = std::make_shared<Listener>(shared_from_this(), fd, host, port_of(bound), std::move(cq), startup_timeout_s, backlog);
-    submit([this, listener, fd] {
+    front().submit([this, listener, fd] {
         listeners_.push_back(listener);  // epoll holds a plain pointer: whoever forgets to close a listener must not free it
-        watch(fd, listener.get(), EPOLLIN);
+        front().watch(fd, listener.get(), EPOLLIN);
     });
     return listener;
 }
@@ -107,8 +107,8 @@ void Listener::on_event(u32) {
         auto pending = std::make_shared<PendingConnection>(device_, weak_from_this(), fd, peer_name(fd));
         pending->deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(startup_timeout_s_));
         starting_.push_back(pending);
-        device_->watch(fd, pending.get(), EPOLLIN);
-        device_->time(pending);
+        device_->front().watch(fd, pending.get(), EPOLLIN);
+        device_->front().time(pending);
     }
 }
 
@@ -125,13 +125,13 @@ bool Listener::make_room() {
 
 // No descriptors left: the rest waits in the kernel's backlog, and the loop must not spin on it.
 void Listener::pause() {
-    device_->rearm(fd_, this, 0);
+    device_->front().rearm(fd_, this, 0);
     deadline = Clock::now() + kAcceptPause;
-    device_->time(shared_from_this());
+    device_->front().time(shared_from_this());
 }
 
 void Listener::on_deadline() {
-    if (fd_ >= 0) device_->rearm(fd_, this, EPOLLIN);
+    if (fd_ >= 0) device_->front().rearm(fd_, this, EPOLLIN);
 }
 
 void Listener::announce(std::shared_ptr<PendingConnection> request) {
@@ -154,16 +154,16 @@ std::vector<std::shared_ptr<PendingConnection>> Listener::poll() {
 }
 
 void Listener::close() {
-    const bool running = device_->submit([self = shared_from_this()] {
+    const bool running = device_->front().submit([self = shared_from_this()] {
         if (self->fd_ < 0) return;
-        self->device_->unwatch(self->fd_);
+        self->device_->front().unwatch(self->fd_);
         ::close(self->fd_);
         self->fd_ = -1;
         for (const auto& pending : std::vector(self->starting_)) pending->on_deadline();
         self->device_->forget(*self);
-        self->device_->keep_until_idle(self);
+        self->device_->front().keep_until_idle(self);
     });
-    if (!running && fd_ >= 0) ::close(std::exchange(fd_, -1));  // the progress thread is gone
+    if (!running && fd_ >= 0) ::close(std::exchange(fd_, -1));  // the loop has ended
 }
 
 PendingConnection::PendingConnection(std::shared_ptr<Device> device, std::weak_ptr<Listener> listener, int fd, std::string peer)
@@ -194,7 +194,7 @@ void PendingConnection::on_event(u32) {
     if (!request) return drop();
     request_ = std::move(*request);
     announced_ = true;
-    device_->rearm(fd_, this, 0);
+    device_->front().rearm(fd_, this, 0);
     if (auto listener = listener_.lock()) listener->announce(shared_from_this());
 }
 
@@ -205,21 +205,21 @@ void PendingConnection::on_deadline() {
 void PendingConnection::drop() {
     if (taken_.exchange(true)) return;
     const auto self = shared_from_this();
-    device_->unwatch(fd_);
+    device_->front().unwatch(fd_);
     socket_close(capture_.get(), fd_);
     fd_ = -1;
-    device_->keep_until_idle(self);
+    device_->front().keep_until_idle(self);
     if (auto listener = listener_.lock()) listener->gone(this);
 }
 
 std::shared_ptr<QueuePair> PendingConnection::create_qp(u32 pd, std::shared_ptr<CompletionQueue> cq, QueueLimits limits) {
     if (taken_.exchange(true)) return nullptr;
     auto pair = device_->create_qp(pd, std::move(cq), limits);
-    device_->unwatch(fd_);
+    device_->front().unwatch(fd_);
     pair->adopt(std::exchange(fd_, -1), std::move(capture_), peer_, request_);
-    device_->submit([self = shared_from_this()] {
+    device_->front().submit([self = shared_from_this()] {
         self->deadline = TimePoint::max();
-        self->device_->keep_until_idle(self);
+        self->device_->front().keep_until_idle(self);
         if (auto listener = self->listener_.lock()) listener->gone(self.get());
     });
     return pair;
@@ -228,7 +228,7 @@ std::shared_ptr<QueuePair> PendingConnection::create_qp(u32 pd, std::shared_ptr<
 void PendingConnection::reject(std::vector<u8> private_data) {
     if (private_data.size() > wire::kMaxUlpPrivateData) throw std::invalid_argument("private data is longer than 252 octets");
     if (taken_.exchange(true)) return;
-    device_->submit([self = shared_from_this(), data = std::move(private_data)]() mutable {
+    device_->front().submit([self = shared_from_this(), data = std::move(private_data)]() mutable {
         wire::Startup reply;
         reply.is_reply = reply.rejected = true;
         reply.revision = self->request_.revision;
@@ -238,10 +238,10 @@ void PendingConnection::reject(std::vector<u8> private_data) {
         reply.private_data = std::move(data);
         const auto frame = wire::encode_startup(reply);
         socket_send(self->capture_.get(), self->fd_, frame);
-        self->device_->unwatch(self->fd_);
+        self->device_->front().unwatch(self->fd_);
         socket_close(self->capture_.get(), std::exchange(self->fd_, -1));
         self->deadline = TimePoint::max();
-        self->device_->keep_until_idle(self);
+        self->device_->front().keep_until_idle(self);
         if (auto listener = self->listener_.lock()) listener->gone(self.get());
     });
 }

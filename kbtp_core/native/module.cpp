@@ -428,17 +428,19 @@ NB_MODULE(_native, m) {
     m.def(
         "open_device",
         [](u32 mulpdu, const std::string& congestion, u32 first_atomic_id, const std::vector<u32>& stags, bool crc, bool peer_to_peer,
-           double spin_s, const std::optional<std::string>& capture_path, u64 capture_limit_bytes, bool capture_checksums) {
+           double spin_s, u32 progress_threads, const std::optional<std::string>& capture_path, u64 capture_limit_bytes,
+           bool capture_checksums) {
             const auto spin = std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(spin_s));
             DeviceOptions options{mulpdu, congestion, first_atomic_id, spin, {stags.begin(), stags.end()}, crc, peer_to_peer};
             if (capture_path) options.capture = CaptureOptions{*capture_path, capture_limit_bytes, capture_checksums};
+            options.progress_threads = progress_threads;
             auto device = std::make_shared<Device>(std::move(options));
             device->start();
             return device;
         },
         nb::arg("mulpdu"), nb::arg("congestion"), nb::arg("first_atomic_id"), nb::arg("stags"), nb::arg("crc"), nb::arg("peer_to_peer"),
-        nb::arg("spin_s"), nb::arg("capture_path").none(), nb::arg("capture_limit_bytes"), nb::arg("capture_checksums"),
-        "Open a device and start its progress thread.");
+        nb::arg("spin_s"), nb::arg("progress_threads"), nb::arg("capture_path").none(), nb::arg("capture_limit_bytes"),
+        nb::arg("capture_checksums"), "Open a device and start its progress threads.");
     bind_crc(m);
     bind_identity(m);
 }

@@ -23,8 +23,10 @@ constexpr std::size_t kFrameArenaTotal = 65 * 512;  // headers, small payloads a
 
 }  // namespace
 
-QueuePair::QueuePair(std::shared_ptr<Device> device, u32 number, u32 pd, std::shared_ptr<CompletionQueue> cq, QueueLimits limits)
+QueuePair::QueuePair(std::shared_ptr<Device> device, Loop& loop, u32 number, u32 pd, std::shared_ptr<CompletionQueue> cq,
+                     QueueLimits limits)
     : device_(std::move(device)),
+      loop_(loop),
       number_(number),
       pd_(pd),
       cq_(std::move(cq)),
@@ -56,7 +58,7 @@ bool QueuePair::is_open() const {
 
 void QueuePair::set_deadline(double seconds) {
     deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
-    device_->time(shared_from_this());
+    loop_.time(shared_from_this());
 }
 
 // --- calls of any thread -----------------------------------------------------------------------------------------------------
@@ -237,9 +239,11 @@ void QueuePair::drive(TimePoint until) {
 
 // --- progress -------------------------------------------------------------------------------------------------------------------
 
-void QueuePair::watch_socket() { device_->rearm(fd_, this, (reading_ && !driven_ ? EPOLLIN : 0u) | (write_armed_ ? EPOLLOUT : 0u)); }
+void QueuePair::watch_socket() { loop_.rearm(fd_, this, (reading_ && !driven_ ? EPOLLIN : 0u) | (write_armed_ ? EPOLLOUT : 0u)); }
 
 void QueuePair::adopt(int fd, std::unique_ptr<CaptureStream> capture, std::string peer, wire::Startup request) {
+    const std::scoped_lock lock(progress_mutex_, tx_mutex_, info_mutex_);
+    if (state_.load() != State::idle) return socket_close(capture.get(), fd);  // the device was closed meanwhile
     fd_ = fd;
     capture_ = std::move(capture);
     peer_ = std::move(peer);
@@ -276,7 +280,7 @@ void QueuePair::reply_to_request(std::vector<u8> private_data) {
     const ssize_t n = socket_send(capture_.get(), fd_, frame);
     if (n != static_cast<ssize_t>(frame.size())) return end(wire::error::tcp_lost.packed(), 0, Status::connect_failed);
     in_epoll_ = true;
-    device_->watch(fd_, this, EPOLLIN);
+    loop_.watch(fd_, this, EPOLLIN);
     set_deadline(limits_.startup_timeout_s);
     connected();
 }
@@ -335,7 +339,7 @@ void QueuePair::try_next_address() {
             std::lock_guard lock(tx_mutex_);
             fd_ = fd;
             in_epoll_ = true;
-            device_->watch(fd, this, EPOLLOUT);
+            loop_.watch(fd, this, EPOLLOUT);
             return;
         }
         ::close(fd);
@@ -349,7 +353,7 @@ void QueuePair::on_tcp_connected() {
     if (::getsockopt(fd_, SOL_SOCKET, SO_ERROR, &error, &size) != 0 || error != 0) {
         {
             std::lock_guard lock(tx_mutex_);
-            device_->unwatch(fd_);
+            loop_.unwatch(fd_);
             ::close(fd_);
             fd_ = -1;
             in_epoll_ = false;
@@ -367,7 +371,7 @@ void QueuePair::on_tcp_connected() {
     const std::vector<u8> frame = wire::encode_startup(request);
     if (socket_send(capture_.get(), fd_, frame) != static_cast<ssize_t>(frame.size())) return end(0, 0, Status::connect_failed);
     state_.store(State::requested);
-    device_->rearm(fd_, this, EPOLLIN);
+    loop_.rearm(fd_, this, EPOLLIN);
 }
 
 // The Reply, octet-exact: what follows it belongs to the first FPDU.
@@ -478,7 +482,7 @@ void QueuePair::end(u64 value, u16 flags, Status status) {
         state_.store(State::dead);
         if (fd_ >= 0) {
             count_retransmissions();
-            if (in_epoll_) device_->unwatch(fd_);
+            if (in_epoll_) loop_.unwatch(fd_);
             socket_close(capture_.get(), fd_);
             fd_ = -1;
         }

@@ -4,10 +4,10 @@
 //                                                                                   ready --close or FIN--> closing --.
 //      accept (Request read by the listener, Reply sent) --------------------------/   \--error--> terminating ------- dead
 //
-// Threads. The receive half (qp_receive.cpp) and every change of `state_` are under `progress_mutex_`. Usually the progress thread of the
-// device takes it; while a thread waits for this pair's completion queue, that thread asks the socket itself (`drive`), and the device
-// watches the socket only for errors and room. The transmit half (qp_transmit.cpp) is under `tx_mutex_` and may be driven by the thread
-// that posts, so that a small request leaves without a thread hop.
+// Threads. The receive half (qp_receive.cpp) and every change of `state_` are under `progress_mutex_`. Usually the pair's progress thread
+// (loop.hpp) takes it, which is the same for the pair's whole life; while a thread waits for this pair's completion queue, that thread asks
+// the socket itself (`drive`), and the loop watches the socket only for errors and room. The transmit half (qp_transmit.cpp) is under
+// `tx_mutex_` and may be driven by the thread that posts, so that a small request leaves without a thread hop.
 // Lock order: progress_mutex_, then tx_mutex_ or rq_mutex_, then locks of regions, the device and completion queues, which are leaves.
 //
 // Rules:
@@ -34,6 +34,7 @@
 #include "counters.hpp"
 #include "executor_session.hpp"
 #include "fifo.hpp"
+#include "loop.hpp"
 #include "region.hpp"
 #include "requester.hpp"
 #include "wire.hpp"
@@ -42,21 +43,12 @@ namespace kbtp {
 
 class Device;
 
-// What the device's epoll loop calls. Progress thread only.
-class Pollable {
-  public:
-    virtual ~Pollable() = default;
-    virtual void on_event(u32 events) = 0;
-    virtual void on_deadline() = 0;
-    std::atomic<TimePoint> deadline = TimePoint::max();  // any thread may set it, and then calls Device::time
-};
-
 class QueuePair : public Pollable, public Drivable, public std::enable_shared_from_this<QueuePair> {
   public:
     enum class State : u8 { idle, connecting, requested, ready, closing, terminating, dead };
     enum class Posted : u8 { ok, full, closed, no_such_op, no_requests };
 
-    QueuePair(std::shared_ptr<Device> device, u32 number, u32 pd, std::shared_ptr<CompletionQueue> cq, QueueLimits limits);
+    QueuePair(std::shared_ptr<Device> device, Loop& loop, u32 number, u32 pd, std::shared_ptr<CompletionQueue> cq, QueueLimits limits);
     ~QueuePair() override;
 
     // --- any thread -------------------------------------------------------------------------------------------------------
@@ -82,12 +74,12 @@ class QueuePair : public Pollable, public Drivable, public std::enable_shared_fr
     void end_now();
     QueuePairStats stats();
     void drive(TimePoint until) override;
+    // Passive side, once, before `accept`: take over the listener's socket and the peer's Request.
+    void adopt(int fd, std::unique_ptr<CaptureStream> capture, std::string peer, wire::Startup request);
 
     // --- progress thread --------------------------------------------------------------------------------------------------
     void on_event(u32 events) override;
     void on_deadline() override;
-    // Passive side: take over the listener's socket and the peer's Request.
-    void adopt(int fd, std::unique_ptr<CaptureStream> capture, std::string peer, wire::Startup request);
 
   private:
     // --- transmit half, under tx_mutex_ --------------------------------------------------------------------------------------
@@ -164,7 +156,12 @@ class QueuePair : public Pollable, public Drivable, public std::enable_shared_fr
     // --- progress, under progress_mutex_ ------------------------------------------------------------------------------------------
     // Run `task(*this)` on the progress thread, soon. False, and dropped, once the device is closed.
     template <class Task>
-    bool later(Task task);
+    bool later(Task task) {
+        return loop_.submit([self = shared_from_this(), task = std::move(task)]() mutable {
+            const std::lock_guard lock(self->progress_mutex_);
+            task(*self);
+        });
+    }
     bool begin_driving();
     void end_driving();
     bool is_reading() const;
@@ -253,6 +250,7 @@ class QueuePair : public Pollable, public Drivable, public std::enable_shared_fr
     bool is_open() const;
 
     const std::shared_ptr<Device> device_;
+    Loop& loop_;  // the device's
     const u32 number_, pd_;
     const std::shared_ptr<CompletionQueue> cq_;
     const QueueLimits limits_;

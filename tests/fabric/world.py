@@ -115,8 +115,11 @@ class Memory:
 class Node:
     """One device with a protection domain and a completion queue."""
 
+    progress_threads = 1
+    """Of devices that a test makes without saying how many; conftest runs many tests with several, too."""
+
     def __init__(self, **aids: Any) -> None:
-        self.fabric: Fabric = SoftRnic(**aids)
+        self.fabric: Fabric = SoftRnic(**{"progress_threads": self.progress_threads, **aids})
         self.pd = self.fabric.alloc_pd()
         self.cq = self.fabric.create_cq()
         self.listener: Listener | None = None

@@ -80,11 +80,16 @@ def buffer(count: int = 16) -> NDArray[np.uint8]:
     return np.zeros(count * BLOCK, np.uint8)
 
 
+def threaded_rnic() -> SoftRnic:
+    return SoftRnic(progress_threads=3)
+
+
 @pytest.fixture(
-    params=[(LoopbackFabric, False), (SoftRnic, True), (SoftRnic, False)], ids=["loopback", "softrnic", "softrnic-without-executor"]
+    params=[(LoopbackFabric, False), (SoftRnic, True), (threaded_rnic, True), (SoftRnic, False)],
+    ids=["loopback", "softrnic", "softrnic-of-3-threads", "softrnic-without-executor"],
 )
 def world(request: pytest.FixtureRequest) -> Iterator[World]:
-    """The initiator can't tell these three apart, so every test runs on all of them."""
+    """The initiator can't tell these apart, so every test runs on all of them."""
     kind, use_executor = request.param
     fabric = kind()
     world = World(fabric, use_executor)

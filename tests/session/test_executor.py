@@ -177,7 +177,7 @@ def test_a_server_that_is_closed_has_no_connection_left_though_a_peer_holds_on_t
 
 @pytest.mark.parametrize(("domains", "native_count"), [(frozenset({"a", "b"}), 0), (frozenset({"a"}), 1)])
 def test_nobody_waits_while_a_large_block_is_cleared(domains: frozenset[str], native_count: int) -> None:
-    """The executor serves all sessions of its device from one thread; the target, whose work it is then, takes sessions in turns."""
+    """A progress thread serves many sessions; the target, whose work it is then, takes sessions in turns."""
     fabric = SoftRnic()
     world = World(fabric, use_executor=True)
     block = 512 * 1024
@@ -190,5 +190,46 @@ def test_nobody_waits_while_a_large_block_is_cleared(domains: frozenset[str], na
     assert session.free([1000], stored.generation, deadline=soon()).wait().ok
     assert counts(server)["executed_frees"] == native_count
     assert world.memory.any() == (len(domains) == 1)
+    world.close()
+    fabric.close()
+
+
+def test_sessions_on_several_progress_threads_share_one_executor() -> None:
+    fabric = SoftRnic(progress_threads=3)
+    world = World(fabric, use_executor=True)
+    sessions, each, rounds = 6, 8, 40
+    server = world.ring(blocks=sessions * each, handles=sessions * 16)
+    shared = world.connect(server)
+    common = shared.alloc_store_inline(shared.target.handle_base + np.arange(2), 0, [b"common", b"unsealed"], deadline=soon()).wait()
+    assert common.ok
+
+    def churn(session: InitiatorSession, seed: int) -> None:
+        handles, memory = session.target.handle_base + np.arange(each), buffer(each)
+        region = session.register(memory)
+        for turn in range(rounds):
+            stored = session.alloc_store_inline(handles, 0, [b"%d/%d/%d" % (seed, turn, i) for i in range(each)], deadline=soon()).wait()
+            loaded = session.load(handles, stored.generation, region, BLOCK * np.arange(each), BLOCK, deadline=soon()).wait()
+            texts = [memory[BLOCK * i : BLOCK * i + int(n)].tobytes() for i, n in enumerate(loaded.data_length)]
+            other = session.load([shared.target.handle_base], common.generation[0], region, 0, BLOCK, deadline=soon()).wait()
+            freed = session.free(handles, stored.generation, deadline=soon()).wait()
+            if not (stored.ok and loaded.ok and other.ok and freed.ok) or texts != [b"%d/%d/%d" % (seed, turn, i) for i in range(each)]:
+                failures.append((seed, turn, texts))
+            if memory[:6].tobytes() != b"common":
+                failures.append((seed, turn, "common"))
+        finished.append(seed)
+
+    failures: list[tuple[int, int, object]] = []
+    finished: list[int] = []
+    threads = [threading.Thread(target=churn, args=(world.connect(server), seed)) for seed in range(sessions - 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert failures == []
+    assert sorted(finished) == list(range(sessions - 1))
+    with server._lock:
+        server.target.check_integrity()
+    executed = sorted(connection.qp.stats()["executed_frees"] for connection in server._core._connections.values())
+    assert executed == [0, *[rounds * each] * (sessions - 1)]
     world.close()
     fabric.close()
