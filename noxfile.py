@@ -61,6 +61,18 @@ def sanitize(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="venv", default=False)
+def nightly(session: nox.Session) -> None:
+    """What takes hours: fuzzing, sanitizers, simulated seeds and a soak (docs/checks.md); `-- 0.1` for a tenth of it."""
+    share = float(session.posargs[0]) if session.posargs else 1.0
+    session.run("python", "scripts/setup_dev.py", silent=False)
+    session.run("python", "scripts/fuzz.py", str(round(1800 * share)))
+    for kind in ("thread", "address"):
+        session.run("python", "scripts/sanitize.py", kind)
+    session.run("python", "-m", "pytest", "tests/sim", env={"KBTP_SIM_SEEDS": str(round(50_000 * share))})
+    session.run("python", "-m", "tests.soak", str(round(3600 * share)))
+
+
+@nox.session(venv_backend="venv", default=False)
 def mutants(session: nox.Session) -> None:
     """Whether a test fails for each small change of the protocol's code (docs/mutation.md; some 40 minutes on one core)."""
     session.install("-qq", "mutmut==3.8.1", "numpy>=1.24", "hypothesis>=6.100", "pytest>=8")
