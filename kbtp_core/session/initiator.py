@@ -89,11 +89,11 @@ class LoadBatch:
 
         Raises DeadlineExceeded, after the batch's region was closed, so that nothing lands in its memory any more; and SessionClosed.
         """
-        self._session.drive(lambda: self._pending.done, self._pending.deadline)
-        if not self._pending.done:
+        pending = self._pending
+        if not self._session.await_batch(pending):
             self.cancel()
-        if self._pending.error is not None:
-            raise self._pending.error.with_traceback(None)
+        if pending.error is not None:
+            raise pending.error.with_traceback(None)
         return self
 
     def cancel(self) -> None:
@@ -312,25 +312,39 @@ class InitiatorSession:
         """Process until `is_done`, or until `deadline`; returns what `is_done` says in the end."""
         with self._lock:
             while not is_done():
-                left = deadline - time.monotonic()
-                if left <= 0:
+                if not self._drive_once(deadline):
                     return False
-                if self._is_driven:
-                    self._sleeper_count += 1
-                    try:
-                        self._changed.wait(left)
-                    finally:
-                        self._sleeper_count -= 1
-                    continue
-                self._is_driven = True
-                self._lock.release()
-                try:
-                    self._cq.wait(min(left, _LONGEST_WAIT_S))
-                finally:
-                    self._lock.acquire()
-                    self._is_driven = False
-                    self._process()
             return True
+
+    def await_batch(self, pending: PendingBatch | PendingLoads | PendingDirect) -> bool:
+        """Process until `pending` is done, or until its deadline; returns whether it is done."""
+        with self._lock:
+            while not pending.done:
+                if not self._drive_once(pending.deadline):
+                    return False
+            return True
+
+    def _drive_once(self, deadline: float) -> bool:
+        """With the lock, which is let go while this thread waits: until something has happened. False if `deadline` has passed."""
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return False
+        if self._is_driven:
+            self._sleeper_count += 1
+            try:
+                self._changed.wait(left)
+            finally:
+                self._sleeper_count -= 1
+            return True
+        self._is_driven = True
+        self._lock.release()
+        try:
+            self._cq.wait(left if left < _LONGEST_WAIT_S else _LONGEST_WAIT_S)
+        finally:
+            self._lock.acquire()
+            self._is_driven = False
+            self._process()
+        return True
 
     def cancel(self, pending: PendingBatch | PendingLoads | PendingDirect) -> None:
         """See `LoadBatch.cancel`."""

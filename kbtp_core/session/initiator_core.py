@@ -56,6 +56,7 @@ from kbtp_core.session.slots import ReceiveRows, SendRows
 _START, _GREETING, _READY = InitiatorState.START, InitiatorState.GREETING, InitiatorState.READY
 _CLOSING, _CLOSED = InitiatorState.CLOSING, InitiatorState.CLOSED
 _FEW: Final = 4  # completions that cost less one by one than as arrays
+_FEW_DEADLINES: Final = 1024
 _LOADS: Final = int(Op.LOADS)
 _RECEIVE: Final = int(Op.RECEIVE)
 _REQUESTER_FLAGS: Final = int(Flag.ALLOW_UNSEALED)  # the others change how a LOAD is answered
@@ -197,10 +198,12 @@ class InitiatorCore:
                 self._on_received(completions[received])
             for completion in completions[~received].tolist():
                 self._on_other(completion)
-        self.expire(now)
+        if self._deadlines and self._deadlines[0][0] <= now:
+            self.expire(now)
         if self.direct.is_busy:
             self.direct.step(now)
-        self.flush()
+        if self.protocol.has_unsent:
+            self.flush()
 
     def loads_done(self, sequences: list[int]) -> None:
         """The requester has all answers to these batches; `process` follows."""
@@ -251,7 +254,7 @@ class InitiatorCore:
             self.protocol.with_records(batch)
         pending = PendingBatch(batch, region, deadline)
         self._pending[batch.sequence] = pending
-        heapq.heappush(self._deadlines, (deadline, batch.sequence))
+        self._watch(deadline, batch.sequence)
         self.flush()
         return pending
 
@@ -266,7 +269,7 @@ class InitiatorCore:
         flags: int,
     ) -> PendingBatch | PendingLoads:
         """LOAD blocks: by the provider's requester where it can keep the order, else by the protocol machine."""
-        if self._requester is None or self.protocol.has_unsent or int(flags) & ~_REQUESTER_FLAGS:
+        if self._requester is None or self.protocol.has_unsent or (flags and int(flags) & ~_REQUESTER_FLAGS):
             return self.submit(self.protocol.load(handles, generations, region.stag, offsets, lengths, flags), region, deadline)
         sequence = self.protocol.draw_sequence()
         while sequence in self._loads:
@@ -278,7 +281,7 @@ class InitiatorCore:
             raise SessionClosed(f"the session with {self.peer} has ended") from None
         pending = self._loads[sequence] = PendingLoads(sequence, requests, region, deadline)
         self.protocol.elsewhere_count += pending.count
-        heapq.heappush(self._deadlines, (deadline, sequence))
+        self._watch(deadline, sequence)
         return pending
 
     def load_direct(
@@ -348,6 +351,13 @@ class InitiatorCore:
                 self._end_loads(pending.sequence, self._overdue(pending.unanswered_count, pending.count))
         elif not pending.done:
             self._expire(pending)
+
+    def _watch(self, deadline: float, sequence: int) -> None:
+        """Remember a deadline. Those of batches that are done stay in the heap until they pass, or until they are too many."""
+        heapq.heappush(self._deadlines, (deadline, sequence))
+        if len(self._deadlines) > _FEW_DEADLINES + 4 * (len(self._pending) + len(self._loads)):
+            self._deadlines = [entry for entry in self._deadlines if entry[1] in self._pending or entry[1] in self._loads]
+            heapq.heapify(self._deadlines)
 
     # Inside ----------------------------------------------------------------------------------------------------------
 

@@ -334,6 +334,21 @@ def test_a_deadline_passes_also_for_those_who_only_poll(world: World) -> None:
     assert isinstance(batch.error, DeadlineExceeded)
 
 
+def test_a_deadline_holds_after_thousands_of_batches_that_were_done_before_theirs(world: World) -> None:
+    server = world.ring()
+    session = world.connect(server)
+    region = session.register(buffer(1))
+    stored = session.alloc_store_inline([1000], 0, [b"x"], deadline=soon()).wait()
+    for _ in range(30):
+        batches = [session.load([1000], stored.generation, region, 0, BLOCK, deadline=soon(600)) for _ in range(60)]
+        assert all(batch.wait().ok for batch in batches)
+    assert len(session._core._deadlines) < 1500, "deadlines of batches that are done pile up"
+    with server._lock:
+        batch = session.load([1001], 0, region, 0, BLOCK, deadline=soon(0.05))
+        with pytest.raises(DeadlineExceeded):
+            batch.wait()
+
+
 def test_a_closing_target_says_goodbye_and_sessions_end(world: World) -> None:
     server = world.ring()
     session = world.connect(server)
