@@ -84,13 +84,17 @@ class LoadBatch:
         """CRC-32C of each block's data as the target computed it, if CHECKSUM was granted; else zero."""
         return self._pending.checksum
 
+    def await_done(self) -> bool:
+        """Wait until done, at most until the batch's deadline; whether it is done. Nothing is fenced yet."""
+        return self._session.await_batch(self._pending)
+
     def wait(self) -> LoadBatch:
         """Wait until done, at most until the batch's deadline.
 
         Raises DeadlineExceeded, after the batch's region was closed, so that nothing lands in its memory any more; and SessionClosed.
         """
         pending = self._pending
-        if not self._session.await_batch(pending):
+        if not self.await_done():
             self.cancel()
         if pending.error is not None:
             raise pending.error.with_traceback(None)
@@ -173,6 +177,11 @@ class InitiatorSession:
     @property
     def is_open(self) -> bool:
         return self._core.is_ready
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing is answered any more; a session that is neither open nor over still waits for answers."""
+        return self._core.is_over
 
     @property
     def error(self) -> Exception | None:
@@ -302,7 +311,8 @@ class InitiatorSession:
     def poll(self) -> None:
         """Process what has come, without waiting; for callers that look at `LoadBatch.done`. Fences overdue batches."""
         with self._lock:
-            self._process()
+            if self._process() and self._is_driven:
+                self._cq.wake()  # what that thread waits for may be among it
 
     def fileno(self) -> int:
         """Readable when `poll` has something to do."""
@@ -391,12 +401,16 @@ class InitiatorSession:
         self._core.pd.close()
         self._cq.close()
 
-    def _process(self) -> None:
+    def _process(self) -> bool:
+        """Whether anything had come."""
         queue = self._loads_queue
-        if queue is not None and (done := queue.poll_loads()):
+        done = queue.poll_loads() if queue is not None else []
+        if done:
             self._core.loads_done(done)
-        self._core.process(self._cq.poll(), time.monotonic())
+        completions = self._cq.poll()
+        self._core.process(completions, time.monotonic())
         self._notify()
+        return bool(done) or len(completions) > 0
 
     def _notify(self) -> None:
         if self._sleeper_count:

@@ -49,6 +49,18 @@ def test_a_short_run_measures_each_case_and_its_baselines(op: str, tmp_path: Pat
     assert document["large"] == []
 
 
+@pytest.mark.parametrize("op", ["load", "alloc_store"])
+def test_stripes_carry_the_same_cases(op: str, tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    cases = ["--ops", op, "--sizes", "64KiB", "--batches", "1,32", "--seconds", "0.2", "--pool", "8MiB", "--no-extras"]
+    result = CliRunner().invoke(app, ["bench", *cases, "--stripes", "3", "--json", str(file)])
+    assert result.exit_code == 0, result.output
+    document = json.loads(file.read_text())
+    assert document["stripes"] == 3
+    assert [row["batch"] for row in document["rows"]] == [1, 32]
+    assert min(row["blocks_per_s"] for row in document["rows"]) > 0
+
+
 def test_a_run_also_measures_what_no_single_case_shows(tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
     cases = ["--ops", "load", "--sizes", "4KiB", "--batches", "32", "--seconds", "0.4", "--pool", "4MiB"]

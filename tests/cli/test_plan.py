@@ -38,6 +38,12 @@ def test_a_batch_that_does_not_fit_into_the_pool_is_refused() -> None:
         Plan(parse_cases("load", "1MiB", "32"), 1.0, 8 << 20, "")
 
 
+@pytest.mark.parametrize("stripes", [0, 65])
+def test_a_count_of_stripes_that_makes_no_sense_is_refused(stripes: int) -> None:
+    with pytest.raises(ConfigError, match=f"--stripes is {stripes}; it must be between 1 and 64"):
+        Plan((), 1.0, 8 << 20, "", stripes=stripes)
+
+
 @pytest.mark.parametrize(("octets", "text"), [(4096, "4 KiB"), (1 << 20, "1 MiB"), (513, "513 B")])
 def test_a_size_is_shown_in_its_largest_whole_unit(octets: int, text: str) -> None:
     assert format_size(octets) == text

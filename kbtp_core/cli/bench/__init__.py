@@ -24,6 +24,7 @@ def bench(
     seconds: Annotated[float, typer.Option(help="Measured time of each side of each case.")] = 2.0,
     pool: Annotated[str, typer.Option(help="Working set on both ends.")] = "64MiB",
     congestion_control: Annotated[str, typer.Option(help="Of all TCP connections, where the kernel allows it.")] = "cubic",
+    stripes: Annotated[int, typer.Option(help="Connections of the measured session; its device has as many threads.")] = 1,
     extras: Annotated[
         bool,
         typer.Option(help="Also the target in Python, two clients, a load of 10,000 blocks, 1 MiB without CRCs, round trips."),
@@ -33,7 +34,7 @@ def bench(
     """Measure KBTP on this machine, against plain TCP in the same run."""
     console = Console()
     try:
-        what = plan.Plan(plan.parse_cases(ops, sizes, batches), seconds, plan.parse_size(pool), congestion_control, extras)
+        what = plan.Plan(plan.parse_cases(ops, sizes, batches), seconds, plan.parse_size(pool), congestion_control, stripes, extras)
         from kbtp_core.cli.bench import measure, peer, report  # late: no other command needs native code
 
         with peer.Peer(what.pool_bytes, what.congestion_control) as target, console.status("starting") as status:

@@ -7,8 +7,10 @@ before a session ends the bytes of its last batch are compared with what they mu
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +21,7 @@ from kbtp_core.fabric.api import Access, ProtectionDomain, Region
 from kbtp_core.fabric.softrnic import SoftRnic
 from kbtp_core.protocol import BlockPool, BlockTable, HelloParameters, LentPool, Status, Target, TargetLimits
 from kbtp_core.protocol.constants import status_name
-from kbtp_core.session import InitiatorSession, LoadBatch, TargetServer, process_incarnation
+from kbtp_core.session import InitiatorSession, LoadBatch, StripedBatch, StripedSession, TargetServer, process_incarnation
 
 TRUST_DOMAIN = "bench"
 DEADLINE_S = 30.0
@@ -28,6 +30,11 @@ DEADLINE_S = 30.0
 def octets(count: int, seed: int) -> NDArray[np.uint8]:
     """Random octets that both processes can make."""
     return np.random.default_rng(seed).integers(0, 256, count, dtype=np.uint8)
+
+
+def _device(congestion_control: str, has_crc: bool, stripes: int) -> SoftRnic:
+    threads = min(stripes, len(os.sched_getaffinity(0)))
+    return SoftRnic(congestion=congestion_control, wants_crc=has_crc, progress_threads=threads)
 
 
 @dataclass(frozen=True)
@@ -43,7 +50,15 @@ class BenchTarget:
     """The target of one case; in the child."""
 
     def __init__(
-        self, pool_bytes: int, case: Case, congestion_control: str, *, is_native: bool = True, has_crc: bool = True, seed: int = 3
+        self,
+        pool_bytes: int,
+        case: Case,
+        congestion_control: str,
+        *,
+        is_native: bool = True,
+        has_crc: bool = True,
+        stripes: int = 1,
+        seed: int = 3,
     ) -> None:
         count = pool_bytes // case.block_bytes
         self._memory = octets(count * case.block_bytes, seed)
@@ -56,7 +71,7 @@ class BenchTarget:
             limits=TargetLimits(outstanding=max(1024, case.batch)),
             trust_domains=frozenset({TRUST_DOMAIN}),
         )
-        self._fabric = SoftRnic(congestion=congestion_control, wants_crc=has_crc)
+        self._fabric = _device(congestion_control, has_crc, stripes)
         self._server = TargetServer(self._fabric, target, self._register, use_executor=is_native)
         handles = np.arange(count, dtype=np.uint64)
         bound = (
@@ -77,15 +92,26 @@ class BenchInitiator:
     """The initiator of one case; in the parent. Loads go to `memory`, stores come from it."""
 
     def __init__(
-        self, address: TargetAddress, case: Case, memory: NDArray[np.uint8], congestion_control: str, *, has_crc: bool = True
+        self,
+        address: TargetAddress,
+        case: Case,
+        memory: NDArray[np.uint8],
+        congestion_control: str,
+        *,
+        has_crc: bool = True,
+        stripes: int = 1,
     ) -> None:
         self._case, self._address, self._memory = case, address, memory
         count = len(address.generations)
-        self._fabric = SoftRnic(congestion=congestion_control, wants_crc=has_crc)
+        self._fabric = _device(congestion_control, has_crc, stripes)
         wish = HelloParameters(
             quota=count, handle_count=count, outstanding=max(256, case.batch), client_name="bench", trust_domain=TRUST_DOMAIN
         )
-        self._session = InitiatorSession.connect(self._fabric, "127.0.0.1", address.port, wish)
+        self._session: Any  # a striped one has its own kind of region and of batch
+        if stripes == 1:
+            self._session = InitiatorSession.connect(self._fabric, "127.0.0.1", address.port, wish)
+        else:
+            self._session = StripedSession.connect(self._fabric, "127.0.0.1", address.port, wish, stripes=stripes)
         self._region = self._session.register(memory)
         whole = count // case.batch * case.batch
         self._handles = np.random.default_rng(7).permutation(count)[:whole].astype(np.uint64).reshape(-1, case.batch)
@@ -138,13 +164,15 @@ class BenchInitiator:
             self._region.close()
             self._fabric.close()
 
-    def _post(self, row: int) -> LoadBatch:
+    def _post(self, row: int) -> LoadBatch | StripedBatch:
         handles, offsets, size = self._handles[row], self._offsets[row], self._case.block_bytes
         deadline = time.monotonic() + DEADLINE_S
         if self._case.op is BenchOp.LOAD:
             generations = self._address.generations[handles]
-            return self._session.load(handles, generations, self._region, offsets, size, deadline=deadline)
-        return self._session.alloc_store(handles, 0, self._region, offsets, size, deadline=deadline)
+            batch: LoadBatch | StripedBatch = self._session.load(handles, generations, self._region, offsets, size, deadline=deadline)
+        else:
+            batch = self._session.alloc_store(handles, 0, self._region, offsets, size, deadline=deadline)
+        return batch
 
     def _compare(self, row: int) -> None:
         size = self._case.block_bytes
@@ -161,7 +189,7 @@ class BenchInitiator:
         if not np.array_equal(wanted, found):
             raise KbtpError(f"the bench moved wrong bytes: {self._case}")
 
-    def _check(self, batch: LoadBatch) -> None:
+    def _check(self, batch: LoadBatch | StripedBatch) -> None:
         if not batch.ok:
             failed = batch.status[batch.status != Status.OK]
             raise KbtpError(f"{failed.size} of {batch.count} requests failed, the first with {status_name(int(failed[0]))}: {self._case}")

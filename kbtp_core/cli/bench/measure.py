@@ -81,10 +81,11 @@ class Bench:
         memory = self._memory if case.op is BenchOp.ALLOC_STORE else self._sink
         loop = NativeLoop(peer.open_baseline(case.op.value), case, memory, plan.congestion_control)
         initiator = BenchInitiator(
-            peer.open_target(case, is_native=is_native),
+            peer.open_target(case, is_native=is_native, stripes=plan.stripes),
             case,
             self._memory if case.op is BenchOp.ALLOC_STORE else self._kbtp_sink,
             plan.congestion_control,
+            stripes=plan.stripes,
         )
         raw_rates: list[float] = []
         loop_slices: list[NDArray[np.uint64]] = []

@@ -32,12 +32,14 @@ class Peer(ChildProcess):
         """Start an echo over a queue pair; returns its port."""
         return int(self.ask("open_end"))
 
-    def open_target(self, case: Case, *, is_native: bool = True, has_crc: bool = True, pool_bytes: int | None = None) -> TargetAddress:
+    def open_target(
+        self, case: Case, *, is_native: bool = True, has_crc: bool = True, pool_bytes: int | None = None, stripes: int = 1
+    ) -> TargetAddress:
         """Start one more target with a pool of the case's blocks, bound and sealed for loads, free for stores.
 
         `is_native`: with the executor; else the target in Python answers everything. `has_crc`: unless both sides do without.
         """
-        address: TargetAddress = self.ask("open_target", case, is_native, has_crc, pool_bytes)
+        address: TargetAddress = self.ask("open_target", case, is_native, has_crc, pool_bytes, stripes)
         return address
 
     def close_targets(self) -> None:
@@ -66,9 +68,9 @@ class _Child:
     def open_end(self) -> int:
         return EchoEnd(self._congestion_control).port
 
-    def open_target(self, case: Case, is_native: bool, has_crc: bool, pool_bytes: int | None) -> TargetAddress:
+    def open_target(self, case: Case, is_native: bool, has_crc: bool, pool_bytes: int | None, stripes: int) -> TargetAddress:
         size = self._pool.size if pool_bytes is None else pool_bytes
-        self._targets.append(BenchTarget(size, case, self._congestion_control, is_native=is_native, has_crc=has_crc))
+        self._targets.append(BenchTarget(size, case, self._congestion_control, is_native=is_native, has_crc=has_crc, stripes=stripes))
         return self._targets[-1].address
 
     def close_targets(self) -> None:

@@ -32,6 +32,7 @@ class Plan:
     seconds: float  # measured time of each side of each case
     pool_bytes: int  # working set on both ends; over the caches' size, so that memory is cold
     congestion_control: str  # of every TCP connection where the kernel allows it; empty: the system's
+    stripes: int = 1  # connections of a session; each side's device has as many threads, but no more than there are cores
     has_extras: bool = True  # besides the cases: the target in Python, two clients, and what a large load costs the interpreter
 
     def __post_init__(self) -> None:
@@ -41,6 +42,8 @@ class Plan:
                     f"{case.batch} blocks of {case.block_bytes} octets do not fit into the pool of {self.pool_bytes} octets; "
                     "make --pool larger, or the batch smaller"
                 )
+        if not 1 <= self.stripes <= 64:
+            raise ConfigError(f"--stripes is {self.stripes}; it must be between 1 and 64")
         if self.seconds <= 0:
             raise ConfigError(f"--seconds is {self.seconds}; it must be more than zero")
 

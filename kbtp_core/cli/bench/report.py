@@ -35,6 +35,7 @@ def to_json(plan: Plan, result: Result) -> str:
         "machine": machine(),
         "seconds": plan.seconds,
         "pool_bytes": plan.pool_bytes,
+        "stripes": plan.stripes,
         **asdict(result),
     }
     return json.dumps(document, indent=2) + "\n"
