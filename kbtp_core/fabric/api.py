@@ -265,6 +265,8 @@ class StoreGrant:
     inline_bytes: int
     quota: int
     usage: NDArray[np.uint64]
+    keyed: Any = None
+    """What an executor needs to run the session's keyed messages (`protocol.keyed_backend.KeyedPeer.native`), if STORE was granted."""
 
 
 class Executor(Protocol):

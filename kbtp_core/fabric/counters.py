@@ -21,6 +21,7 @@ COUNTERS = {
     "executed_loads": "LOADs that the executor ran.",
     "executed_stores": "STOREs and ALLOC_STOREs that the executor ran.",
     "executed_frees": "FREEs that the executor ran.",
+    "executed_keyed": "LOOKUPs, PUBLISHes and REMOVEs of the store extension that the executor ran.",
 }
 """Of a queue pair and of a device."""
 

@@ -36,7 +36,7 @@ class SimRun:
         self._waiting: deque[_native.Work] = deque()  # stores that wait for their turn to read
         self._reading: dict[Work, int] = {}  # Reads under way -> table entry
         self._withheld: list[Item] = []
-        self.counts: Final = {"executed_loads": 0, "executed_stores": 0, "executed_frees": 0}
+        self.counts: Final = {"executed_loads": 0, "executed_stores": 0, "executed_frees": 0, "executed_keyed": 0}
 
     @property
     def is_busy(self) -> bool:
@@ -113,7 +113,7 @@ class SimRun:
             self._waiting.append(work)
             pair.ring()
             return
-        for name, is_one in zip(self.counts, (work.opcode == 3, work.opcode in (4, 5), work.opcode == 6), strict=True):
+        for name, is_one in zip(self.counts, (work.opcode == 3, work.opcode in (4, 5), work.opcode == 6, work.opcode >= 0x80), strict=True):
             self.counts[name] += is_one
         pair.sim.executed_count += work.opcode > 3
         messages = []

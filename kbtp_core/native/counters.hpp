@@ -31,7 +31,7 @@ struct QueuePairStats {
     Counter bytes_sent, bytes_received, fpdus_sent, fpdus_received, messages_sent, messages_received;
     Counter crc_errors, terminates_sent, terminates_received, retransmitted_segments;
     Counter ord_stalls, socket_stalls;
-    Counter executed_loads, executed_stores, executed_frees;
+    Counter executed_loads, executed_stores, executed_frees, executed_keyed;
     // No sums: the code of the one Terminate each way, as TerminateCode::packed has it, or 0; what the peer said in its start-up frame.
     Counter terminate_sent, terminate_received;
     Counter peer_ird, peer_ord;
@@ -58,6 +58,7 @@ inline constexpr NamedCounter kCounters[] = {
     {"executed_loads", &QueuePairStats::executed_loads},
     {"executed_stores", &QueuePairStats::executed_stores},
     {"executed_frees", &QueuePairStats::executed_frees},
+    {"executed_keyed", &QueuePairStats::executed_keyed},
 };
 
 // Of all queue pairs that a device has and had.

@@ -15,10 +15,8 @@ constexpr u64 kEmptySlot = ~u64{0};
 constexpr u32 kClearMost = 256 * 1024;
 
 // States of an entry and of a block (protocol/target.py EntryState, protocol/pool.py BlockState).
-constexpr u8 kIdle = 0, kBound = 1, kReserved = 4;
-constexpr u8 kBlockFree = 0, kBlockTaken = 1, kBlockBound = 2;
-
-u16 next_generation(u16 generation) { return generation == 0xffff ? 1 : static_cast<u16>(generation + 1); }
+constexpr u8 kIdle = 0, kBound = 1, kReserved = 4, kKept = 5;
+constexpr u8 kBlockFree = 0, kBlockTaken = 1, kBlockBound = 2, kBlockDraining = 3;
 
 u16 known_flags(u8 op) {
     switch (op) {
@@ -33,6 +31,8 @@ u16 known_flags(u8 op) {
 }
 
 }  // namespace
+
+u16 next_generation(u16 generation) { return generation == 0xffff ? 1 : static_cast<u16>(generation + 1); }
 
 std::optional<Request> Request::parse(std::span<const u8> message) {
     const u8* m = message.data();
@@ -98,7 +98,10 @@ void Executor::publish(u64 index, u16 flags, u16 generation) {
 }
 
 bool Executor::begin_read(u64 index, const Entry& seen) {
-    if (readers_[index].fetch_add(1) < kClaim && load_state(index) == (u32{seen.flags} << 16 | seen.generation)) return true;
+    if (readers_[index].fetch_add(1) < kClaim && load_state(index) == (u32{seen.flags} << 16 | seen.generation)) {
+        touch(index);
+        return true;
+    }
     end_read(index);
     return false;
 }
@@ -109,6 +112,7 @@ void Executor::hold(u64 index) {
         end_read(index);
         std::this_thread::yield();
     }
+    touch(index);
 }
 
 // --- the ring (draft sections 3.3 and 9.2; protocol/ring.py) -------------------------------------------------------------------
@@ -170,18 +174,26 @@ void Executor::untake(const StoreGrant& grant, u64 index, u64 block_offset) {
 }
 
 void Executor::return_block(const StoreGrant& grant, u64 block_offset) {
-    if (pool_->clears) std::memset(block(block_offset), 0, block_bytes_);
-    block_state(block_offset) = kBlockFree;
-    give_back(block_offset);
+    release(block_offset);
     --*grant.usage;
 }
 
-// The entry becomes valid after the data is in the block, its length and its offset are in the entry (draft section 6.3).
+void Executor::release(u64 block_offset) {
+    if (pool_->clears) std::memset(block(block_offset), 0, block_bytes_);
+    block_state(block_offset) = kBlockFree;
+    give_back(block_offset);
+}
+
 void Executor::bind(const StoreGrant& grant, u64 index, u64 block_offset, u32 length, bool seal) {
+    bind(grant.owner, index, block_offset, length, seal);
+}
+
+// The entry becomes valid after the data is in the block, its length and its offset are in the entry (draft section 6.3).
+void Executor::bind(u64 owner, u64 index, u64 block_offset, u32 length, bool seal) {
     set_length(index, length);
     __atomic_store_n(reinterpret_cast<u64*>(table_ + 16 * index + 8), swap_to_host(block_offset), __ATOMIC_RELAXED);
     pool_->entry_states[index] = kBound;
-    pool_->owners[index] = grant.owner;
+    pool_->owners[index] = owner;
     block_state(block_offset) = kBlockBound;
     publish(index, seal ? kValid | kSealed : kValid, next_generation(pool_->generations[index]));
 }
@@ -193,17 +205,62 @@ void Executor::update(u64 index, u32 length, bool seal) {
 
 // False, with nothing changed, if the block is being read.
 bool Executor::free(const StoreGrant& grant, u64 index) {
-    u32 none = 0;
-    if (!readers_[index].compare_exchange_strong(none, kClaim)) return false;
+    if (!claim(index)) return false;
+    free_claimed(grant, index);
+    return true;
+}
+
+void Executor::free_claimed(const StoreGrant& grant, u64 index) {
     const u64 block_offset = load_be<u64>(table_ + 16 * index + 8);
-    // The generation advances before anybody else can have the block, and before it is cleared under one who reads it by himself.
+    clear(index);
+    return_block(grant, block_offset);
+    drop_claim(index);
+}
+
+// --- for the keyed store -------------------------------------------------------------------------------------------------------
+
+void Executor::watch(u64 base, u64 count) {
+    recent_ = std::vector<std::atomic<u64>>((count + 63) / 64);
+    watched_base_ = base;
+    watched_count_ = count;
+}
+
+void Executor::touch(u64 index) {
+    const u64 number = index - watched_base_;
+    if (number >= watched_count_) return;
+    std::atomic<u64>& word = recent_[number / 64];
+    const u64 bit = u64{1} << number % 64;
+    // Most reads find the mark there, and then nothing is written that other threads have in their caches.
+    if (!(word.load(std::memory_order_relaxed) & bit)) word.fetch_or(bit, std::memory_order_relaxed);
+}
+
+bool Executor::claim(u64 index) {
+    u32 none = 0;
+    return readers_[index].compare_exchange_strong(none, kClaim);
+}
+
+// The generation advances before anybody else can have the block, and before it is cleared under one who reads it by himself.
+void Executor::clear(u64 index) {
     publish(index, 0, next_generation(pool_->generations[index]));
     std::atomic_thread_fence(std::memory_order_seq_cst);
     pool_->entry_states[index] = kIdle;
     pool_->owners[index] = 0;
-    return_block(grant, block_offset);
-    readers_[index].fetch_sub(kClaim);
-    return true;
+}
+
+void Executor::hand_over(const StoreGrant& grant, u64 index) {
+    clear(index);
+    --*grant.usage;
+}
+
+void Executor::name(u64 index, u64 owner, u64 block_offset, u32 length) { bind(owner, index, block_offset, length, true); }
+
+void Executor::skip(u64 index) { publish(index, 0, next_generation(next_generation(pool_->generations[index]))); }
+
+void Executor::let_idle(u64 index) { pool_->entry_states[index] = kIdle; }
+
+void Executor::keep(u64 index, u64 block_offset, bool is_draining) {
+    pool_->entry_states[index] = kKept;
+    block_state(block_offset) = is_draining ? kBlockDraining : kBlockTaken;
 }
 
 }  // namespace kbtp

@@ -69,6 +69,8 @@ struct Entry {
     bool is_sealed() const { return flags & 0x0002; }
 };
 
+u16 next_generation(u16 generation);
+
 // A COMPLETION with status OK; with an entry that no block is left of, without length and offset.
 Answer encode_answer(const Request& request, const Entry& entry, bool with_block);
 
@@ -87,12 +89,15 @@ struct PoolState {
     bool clears;  // a freed block is zeroed
 };
 
+struct KeyedSession;  // keyed_session.hpp
+
 // What a session may do beyond LOAD.
 struct StoreGrant {
     u64 owner, handle_base, handle_count;
     u32 inline_bytes;
     u64 quota;
-    u64* usage;  // blocks owned now
+    u64* usage;                           // blocks owned now
+    std::shared_ptr<KeyedSession> keyed;  // if it was granted STORE
 };
 
 class Executor {
@@ -144,6 +149,26 @@ class Executor {
     bool clears_at_length() const;  // `free` would take too long: it is left to the software target
     u8* block(u64 block_offset) { return pool_->memory + (block_offset - pool_->base_offset); }
 
+    // --- for the keyed store (keyed_store.hpp), under its lock; entries are its own, or a session's that hands them over ----------
+    u64 handle_of(u64 index) const { return base_handle_ + index; }
+    u16 generation(u64 index) const { return pool_->generations[index]; }
+    // Mark the entries [base, base + count) that are read, from now on; before any session is served.
+    void watch(u64 base, u64 count);
+    std::atomic<u64>& recent(u64 word) { return recent_[word]; }  // one bit a watched entry
+    void touch(u64 index);
+    // Turn new readers away; false if there are some. Nothing may wait while it is held.
+    bool claim(u64 index);
+    void drop_claim(u64 index) { readers_[index].fetch_sub(kClaim); }
+    // Claimed entries: the session's block goes to the store, or back to the ring (and the claim is dropped).
+    void hand_over(const StoreGrant& grant, u64 index);
+    void free_claimed(const StoreGrant& grant, u64 index);
+    void name(u64 index, u64 owner, u64 block_offset, u32 length);  // valid and sealed
+    void clear(u64 index);
+    void skip(u64 index);                                      // as if it had been bound and cleared
+    void keep(u64 index, u64 block_offset, bool is_draining);  // it names nothing, and a block is still the store's
+    void let_idle(u64 index);
+    void release(u64 block_offset);
+
   private:
     static constexpr u32 kClaim = 0x8000'0000;
 
@@ -152,6 +177,7 @@ class Executor {
     void set_length(u64 index, u32 length);
     u8& block_state(u64 block_offset) { return pool_->block_states[(block_offset - pool_->base_offset) / block_bytes_]; }
     void return_block(const StoreGrant& grant, u64 block_offset);
+    void bind(u64 owner, u64 index, u64 block_offset, u32 length, bool seal);
     u64 advance(u64& counter);  // with ring_mutex_ held; returns the ticket
 
     u8* const table_;
@@ -159,6 +185,8 @@ class Executor {
     const u32 block_bytes_;
     const std::optional<PoolState> pool_;
     std::vector<std::atomic<u32>> readers_;
+    u64 watched_base_ = 0, watched_count_ = 0;
+    std::vector<std::atomic<u64>> recent_;
     std::atomic<bool> stopped_{false};
     std::mutex ring_mutex_;
 };

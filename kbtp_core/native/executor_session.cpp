@@ -13,6 +13,7 @@ std::optional<Work> ExecutorSession::take(std::span<const u8> message, bool is_u
     if (!unsettled_.empty())
         if (auto answer = duplicate(message)) return answer;
     if (is_up || executor_->is_stopped()) return {};
+    if (grant_ && grant_->keyed && message.size() >= kHeader && message[1] >= keyed_opcode::lookup) return keyed(message);
     const auto request = Request::parse(message);
     if (!request) return {};
     switch (request->opcode) {
@@ -29,7 +30,9 @@ std::optional<Work> ExecutorSession::take(std::span<const u8> message, bool is_u
 
 // Rule 3. The software target could not tell: it has not heard of that store.
 std::optional<Work> ExecutorSession::duplicate(std::span<const u8> message) const {
-    if (message.size() < kHeader || message[0] != 1 || message[1] < opcode::load || message[1] > opcode::bind) return {};
+    const bool is_plain = message.size() >= kHeader && message[1] >= opcode::load && message[1] <= opcode::bind;
+    const bool is_keyed = message.size() >= kHeader && grant_ && grant_->keyed && message[1] >= keyed_opcode::lookup;
+    if ((!is_plain && !is_keyed) || message[0] != 1) return {};
     Request named{};
     named.id = load_be<u64>(&message[4]);
     if (!store_ids_.contains(named.id)) return {};
@@ -38,6 +41,17 @@ std::optional<Work> ExecutorSession::duplicate(std::span<const u8> message) cons
     Work work{.kind = Work::Kind::answer, .answer = encode_answer(named, at ? executor_->entry(*at) : Entry{}, false)};
     store_be<u16>(&work.answer[22], kMalformed);
     return work;
+}
+
+// Rule 1 for all the handles that a PUBLISH names.
+std::optional<Work> ExecutorSession::keyed(std::span<const u8> message) const {
+    const auto may_name = [this](u64 handle) {
+        const auto index = executor_->index_of(handle);
+        return !index || !unsettled_.contains(*index);
+    };
+    auto answer = answer_keyed(*grant_->keyed, *grant_, message, may_name);
+    if (!answer) return {};
+    return Work{.kind = Work::Kind::answer, .opcode = message[1], .octets = std::make_shared<const std::vector<u8>>(std::move(*answer))};
 }
 
 std::optional<Work> ExecutorSession::load(const Request& r) {

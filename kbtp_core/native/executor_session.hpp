@@ -14,7 +14,7 @@
 #include <unordered_map>
 #include <unordered_set>
 
-#include "executor.hpp"
+#include "keyed_session.hpp"
 
 namespace kbtp {
 
@@ -31,6 +31,7 @@ struct Work {
     bool invalidate = false;  // the answer is a Send with Invalidate of `stag`
     bool snapshot = false;    // the block may change while it is sent
     Answer answer{};
+    std::shared_ptr<const std::vector<u8>> octets{};  // the answer to a keyed message, instead
 };
 
 class ExecutorSession {
@@ -67,6 +68,7 @@ class ExecutorSession {
     std::optional<Work> store(const Request& request, bool may_read);
     std::optional<Work> alloc_store(const Request& request, bool may_read);
     std::optional<Work> free(const Request& request);
+    std::optional<Work> keyed(std::span<const u8> message) const;
     std::optional<Work> duplicate(std::span<const u8> message) const;
     Work read(const Request& request, u64 index, u64 block_offset);
     Work finish(const Request& request, u64 index, u64 block_offset);

@@ -14,34 +14,12 @@
 #include "crc32c.hpp"
 #include "device.hpp"
 #include "module.hpp"
+#include "python_arrays.hpp"
 
 namespace nb = nanobind;
 using namespace kbtp;
 
 namespace {
-
-// A borrowed C-contiguous buffer.
-class Buffer {
-  public:
-    Buffer(nb::handle object, bool writable) {
-        if (PyObject_GetBuffer(object.ptr(), &view_, writable ? PyBUF_WRITABLE : PyBUF_SIMPLE) != 0) throw nb::python_error();
-    }
-    ~Buffer() { PyBuffer_Release(&view_); }
-    Buffer(const Buffer&) = delete;
-    Buffer& operator=(const Buffer&) = delete;
-    u8* data() const { return static_cast<u8*>(view_.buf); }
-    std::size_t size() const { return static_cast<std::size_t>(view_.len); }
-
-    template <class T>
-    std::span<T> as() const {
-        if (size() % sizeof(T) != 0 || reinterpret_cast<std::uintptr_t>(data()) % alignof(T) != 0)
-            throw std::invalid_argument("the array is not a whole, aligned number of records: pass the dtypes of fabric.api");
-        return {reinterpret_cast<T*>(data()), size() / sizeof(T)};
-    }
-
-  private:
-    Py_buffer view_{};
-};
 
 nb::bytes to_bytes(const std::vector<u8>& v) { return nb::bytes(v.data(), v.size()); }
 std::vector<u8> from_bytes(const nb::bytes& b) {
@@ -121,14 +99,6 @@ void bind_regions(nb::module_& m) {
         .def("fileno", &CompletionQueue::fd);
 }
 
-template <class T>
-T* array_of(nb::handle array, std::size_t count, const char* what) {
-    const Buffer buffer(array, true);  // the caller keeps the arrays alive
-    const auto items = buffer.as<T>();
-    if (items.size() != count) throw std::invalid_argument(std::string("the array of ") + what + " has another length than it must have");
-    return items.data();
-}
-
 // `pool` is a fabric.api.PoolState.
 PoolState pool_state(nb::handle pool, u64 entries, u32 block_bytes) {
     PoolState s{};
@@ -156,15 +126,6 @@ std::shared_ptr<Executor> create_executor(nb::handle table, u64 base_handle, u32
     std::optional<PoolState> state;
     if (!pool.is_none()) state = pool_state(pool, entries, block_bytes);
     return std::make_shared<Executor>(buffer.data(), entries, base_handle, block_bytes, state);
-}
-
-// `grant` is a fabric.api.StoreGrant or None.
-std::optional<StoreGrant> store_grant(nb::handle grant) {
-    if (grant.is_none()) return {};
-    const auto number = [&](const char* name) { return nb::cast<u64>(grant.attr(name)); };
-    return StoreGrant{number("owner"),        number("handle_base"),
-                      number("handle_count"), static_cast<u32>(number("inline_bytes")),
-                      number("quota"),        array_of<u64>(grant.attr("usage"), 1, "usage")};
 }
 
 void bind_executor(nb::module_& m) {
@@ -202,7 +163,9 @@ void bind_executor(nb::module_& m) {
         .def_ro("offset", &Work::offset)
         .def_ro("invalidate", &Work::invalidate)
         .def_ro("snapshot", &Work::snapshot)
-        .def_prop_ro("answer", [](const Work& w) { return nb::bytes(w.answer.data(), w.answer.size()); });
+        .def_prop_ro("answer", [](const Work& w) {
+            return w.octets ? nb::bytes(w.octets->data(), w.octets->size()) : nb::bytes(w.answer.data(), w.answer.size());
+        });
 
     nb::class_<ExecutorSession>(m, "ExecutorSession")
         .def("take", [](ExecutorSession& s, const nb::bytes& message, bool is_up,
@@ -423,6 +386,7 @@ NB_MODULE(_native, m) {
     nb::set_leak_warnings(false);  // a device that lives until the process ends is no leak
     bind_regions(m);
     bind_executor(m);
+    bind_keyed(m);
     bind_queue_pair(m);
     bind_device(m);
     m.def(

@@ -6,5 +6,6 @@
 namespace kbtp {
 
 void bind_identity(nanobind::module_& m);
+void bind_keyed(nanobind::module_& m);
 
 }  // namespace kbtp

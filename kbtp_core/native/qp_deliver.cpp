@@ -262,11 +262,13 @@ void QueuePair::execute(const Work& work) {
         replies_.push_back(std::move(data));
     }
     stats_.executed_frees += work.opcode == opcode::free;
+    stats_.executed_keyed += work.octets != nullptr;
     stats_.executed_stores += work.opcode == opcode::store || work.opcode == opcode::alloc_store;
     Message answer;
     answer.header.opcode = work.invalidate ? wire::opcode::send_invalidate : wire::opcode::send;
     answer.header.stag = work.invalidate ? work.stag : 0;
-    answer.length = kAnswer;
+    answer.octets = work.octets;
+    answer.length = work.octets ? static_cast<u32>(work.octets->size()) : kAnswer;
     std::copy(work.answer.begin(), work.answer.end(), answer.inline_data.begin());
     answer.owner = Owner::executor_reply;
     replies_.push_back(std::move(answer));
@@ -310,7 +312,7 @@ void QueuePair::fail(wire::TerminateCode code) {
     terminate_value_ = code.packed();
     // What is left of the current message is never sent, but frames of it may be in the burst that the socket still has to take: its
     // memory is let go with that burst, not now.
-    if (current_ && current_->owner == Owner::executor_write) burst_.finished.push_back(std::move(*current_));
+    if (current_ && (current_->owner == Owner::executor_write || current_->octets)) burst_.finished.push_back(std::move(*current_));
     current_.reset();
     terminate_ = std::move(m);
     set_deadline(kTerminateLinger);

@@ -21,7 +21,7 @@ void QueuePair::append_marked(Message& m, u32 n) {
         m.source->gather(m.source_offset + m.sent, n, pieces);
         for (const iovec& p : pieces) payload = std::copy_n(static_cast<const u8*>(p.iov_base), p.iov_len, payload);
     } else {
-        std::copy_n(m.inline_data.data() + m.sent, n, payload);
+        std::copy_n(m.own_octets() + m.sent, n, payload);
     }
 
     // Everything up to the CRC, a marker before it too, is under it.

@@ -318,7 +318,7 @@ bool QueuePair::append_segment(Message& m) {
     }
     const u32 header = m.header.header_size();
     // RDMAP headers never span segments.
-    u32 room = m.source ? device_->options().mulpdu - header : static_cast<u32>(m.inline_data.size());
+    u32 room = m.source || m.octets ? device_->options().mulpdu - header : static_cast<u32>(m.inline_data.size());
     if (room >= 4096) room &= ~u32{4095};  // whole pages a frame
     const u32 n = std::min(room, m.length - m.sent);
     m.header.last = m.sent + n == m.length;
@@ -331,8 +331,9 @@ bool QueuePair::append_segment(Message& m) {
     std::size_t used = wire::kLengthField + header;
     store_be<u16>(head, static_cast<u16>(header + n));
     wire::encode_segment(m.header, head + wire::kLengthField);
-    if (!m.source) {  // short, and all in one place
-        std::memcpy(head + used, m.inline_data.data() + m.sent, n);
+    const bool is_near = !m.source && (!m.octets || n <= kCopyPayload);  // short, and all in one place
+    if (is_near) {
+        std::memcpy(head + used, m.own_octets() + m.sent, n);
         used += n;
     }
     u32 crc = sum(0, head, used);
@@ -342,6 +343,10 @@ bool QueuePair::append_segment(Message& m) {
     else
         burst_.pieces.push_back({head, used});
     if (m.source && n > 0) gather_payload(m, n, head, used, crc);
+    if (!m.source && !is_near) {
+        burst_.pieces.push_back({const_cast<u8*>(m.own_octets()) + m.sent, n});
+        crc = sum(crc, m.own_octets() + m.sent, n);
+    }
 
     u8* tail = head + used;
     const u32 pad = wire::pad_for(header + n);

@@ -86,13 +86,15 @@ class QueuePair : public Pollable, public Drivable, public std::enable_shared_fr
     enum class Owner : u8 { work_request, response, executor_write, executor_read, executor_reply, load_request, ready, terminate };
     struct Message {  // one DDP message on its way out
         wire::Segment header;
-        RegionPtr source;  // or, when null, `inline_data`
+        RegionPtr source;                               // or, when null, `octets` from source_offset on
+        std::shared_ptr<const std::vector<u8>> octets;  // or, when null, too, `inline_data`
         u64 source_offset = 0;
         u32 length = 0, sent = 0;
         std::array<u8, 64> inline_data{};
         bool snapshot = false;
         Owner owner = Owner::work_request;
         u64 owner_id = 0;  // send queue index, or table entry
+        const u8* own_octets() const { return octets ? octets->data() + source_offset : inline_data.data(); }
     };
     enum class EntryState : u8 { queued, awaiting_response, done };
     struct SendEntry {

@@ -8,7 +8,8 @@ from __future__ import annotations
 from kbtp_core.protocol.constants import NO_STATUS, Capability, EntryFlag, Flag, Opcode, Status, next_generation, status_name
 from kbtp_core.protocol.effects import Close, Effect, Read, Send, Write
 from kbtp_core.protocol.hello import Hello, HelloAck
-from kbtp_core.protocol.initiator import Batch, HelloParameters, Initiator, InitiatorState
+from kbtp_core.protocol.initiator import HelloParameters, Initiator, InitiatorState
+from kbtp_core.protocol.initiator_batch import Batch
 from kbtp_core.protocol.partition import DirectPolicy
 from kbtp_core.protocol.pool import BlockPool, BlockState, LentPool
 from kbtp_core.protocol.ring import FreeRing

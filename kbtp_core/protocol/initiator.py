@@ -27,10 +27,6 @@ from numpy.typing import ArrayLike, NDArray
 from kbtp_core.errors import KbtpError, Malformed, SessionClosed, SessionRefused
 from kbtp_core.protocol.auth import is_proved, proved
 from kbtp_core.protocol.constants import (
-    COMPLETION_BYTES,
-    DESCRIPTOR_BYTES,
-    HEADER_BYTES,
-    NO_STATUS,
     NONCE_BYTES,
     REQUEST_BYTES,
     Capability,
@@ -40,10 +36,14 @@ from kbtp_core.protocol.constants import (
     status_name,
 )
 from kbtp_core.protocol.hello import Hello, HelloAck
+from kbtp_core.protocol.initiator_batch import Batch
+from kbtp_core.protocol.keyed import FIRST_KEYED, LoadRange
+from kbtp_core.protocol.keyed_batch import Encode, KeyedBatch
 from kbtp_core.protocol.wire import (
-    COMPLETION,
     Completion,
+    DataDescriptor,
     Goodbye,
+    Header,
     decode_completions,
     decode_records,
     encode_binds,
@@ -54,9 +54,8 @@ from kbtp_core.protocol.wire import (
 
 _SEQUENCES: Final = 1 << 32
 _MAX_LOG2_SLOTS: Final = 32
+_STORE: Final = int(Capability.STORE)
 _BOUND_STEP: Final = {int(Opcode.ALLOC_STORE): 1, int(Opcode.BIND): 1, int(Opcode.FREE): -1}
-_DESCRIPTOR: Final = np.dtype([("stag", ">u4"), ("offset", ">u8"), ("reserved", ">u4")])
-_OCTETS: Final = np.dtype(f"V{COMPLETION_BYTES}")  # a completion that is copied as it is
 
 
 class InitiatorState(Enum):
@@ -85,92 +84,6 @@ class HelloParameters:
     inline_bytes: int = 0
     client_name: str = ""
     trust_domain: str = ""
-
-
-class Batch:
-    """n requests and their results, as arrays of shape (n,)."""
-
-    def __init__(self, sequence: int, messages: NDArray[np.uint8], message_lengths: NDArray[np.uint32] | None = None) -> None:
-        self.sequence = sequence
-        self.messages = messages
-        """(n, width) octets; row i is request i, in its first `message_lengths[i]` octets, or whole if that is None."""
-        self.message_lengths = message_lengths
-        self.count = len(messages)
-        self._results = np.zeros(self.count, COMPLETION)
-        self._results["status"] = NO_STATUS
-        self.is_outstanding: NDArray[np.bool_] = np.zeros(self.count, np.bool_)
-        self.outstanding_count = 0
-        self.sent_count = 0
-        self.is_abandoned = False
-        self.has_records = False
-        """Whether its requests are completed by records, whose places `set_records` gives."""
-
-    @property
-    def status(self) -> NDArray[np.uint16]:
-        """As answered; NO_STATUS where there was no answer yet."""
-        return self._results["status"].astype(np.uint16)
-
-    @property
-    def generation(self) -> NDArray[np.uint16]:
-        return self._results["generation"].astype(np.uint16)
-
-    @property
-    def data_length(self) -> NDArray[np.uint32]:
-        return self._results["data_length"].astype(np.uint32)
-
-    @property
-    def block_offset(self) -> NDArray[np.uint64]:
-        return self._results["block_offset"].astype(np.uint64)
-
-    @property
-    def checksum(self) -> NDArray[np.uint32]:
-        """CRC-32C of each block's data, if CHECKSUM was granted."""
-        return self._results["checksum"].astype(np.uint32)
-
-    @property
-    def opcode(self) -> int:
-        return int(self.messages[0, 1])
-
-    def settle(self, indexes: NDArray[np.intp], completions: NDArray[Any]) -> bool:
-        """Take the answers to the requests at `indexes`; False if one matches nothing or comes twice."""
-        try:
-            matched = np.count_nonzero(self.is_outstanding[indexes])
-        except IndexError:
-            return False
-        self.is_outstanding[indexes] = False
-        left = int(np.count_nonzero(self.is_outstanding))
-        if matched != len(indexes) or self.outstanding_count - left != matched:
-            return False
-        self.outstanding_count = left
-        self._results.view(_OCTETS)[indexes] = completions.view(_OCTETS)
-        return True
-
-    def add_records(self) -> None:
-        """Put the RECORD flag and an empty Completion Descriptor into each message, behind the header and the Data Descriptor if any."""
-        at = self._record_at
-        octets = np.zeros((self.count, DESCRIPTOR_BYTES), np.uint8)
-        self.messages = np.concatenate([self.messages[:, :at], octets, self.messages[:, at:]], axis=1)
-        self.messages[:, 3] |= np.uint8(Flag.RECORD)
-        if self.message_lengths is not None:
-            self.message_lengths = self.message_lengths + np.uint32(DESCRIPTOR_BYTES)
-        self.has_records = True
-
-    def set_records(self, start: int, stag: int, offsets: NDArray[np.uint64]) -> None:
-        """The records of the requests from `start` on go to (stag, offset); before they are sent."""
-        descriptors = np.zeros(len(offsets), _DESCRIPTOR)
-        descriptors["stag"], descriptors["offset"] = stag, offsets
-        at = self._record_at
-        octets = descriptors.view(np.uint8).reshape(-1, DESCRIPTOR_BYTES)
-        self.messages[start : start + len(offsets), at : at + DESCRIPTOR_BYTES] = octets
-
-    @property
-    def _record_at(self) -> int:
-        return HEADER_BYTES if self.opcode == Opcode.FREE else REQUEST_BYTES
-
-    @property
-    def is_done(self) -> bool:
-        """Every request that was or will be sent is answered."""
-        return self.outstanding_count == 0 and (self.is_abandoned or self.sent_count == self.count)
 
 
 class Window(NamedTuple):
@@ -309,6 +222,36 @@ class Initiator:
         offset = np.asarray(block_offsets, np.uint64)
         return self._queue(Batch(sequence, encode_binds(ids, wanted, np.asarray(generations, np.uint16), ticket, length, offset, flags)))
 
+    def load_range(
+        self,
+        handles: ArrayLike,
+        generations: ArrayLike,
+        stag: int,
+        offsets: ArrayLike,
+        lengths: ArrayLike,
+        starts: ArrayLike,
+        counts: ArrayLike,
+    ) -> Batch:
+        """Queue LOAD_RANGEs: `counts` octets from `starts` on of each value, into (stag, offset, length). Needs STORE."""
+        wanted, ids, sequence = self._allot(handles)
+        columns = np.broadcast_arrays(wanted, generations, offsets, lengths, starts, counts)
+        rows = zip(ids.tolist(), *(column.tolist() for column in columns), strict=True)
+        messages = [
+            LoadRange(identity, handle, generation, DataDescriptor(stag, offset, length), offset=start, length=count).encode()
+            for identity, handle, generation, offset, length, start, count in rows
+        ]
+        return self._queue(KeyedBatch(sequence, messages))
+
+    def ask(self, encode: Encode) -> KeyedBatch:
+        """Queue keyed messages. Raises ValueError if the target did not grant STORE."""
+        self._expect(_READY)
+        if self.ack is None or not self.ack.capabilities & _STORE:
+            raise ValueError(f"{self.peer} did not grant STORE: ask for it in HELLO, of a target that has a keyed store")
+        sequence = self._fresh_sequence()
+        batch = KeyedBatch(sequence, encode(sequence << 32))
+        self._queue(batch)
+        return batch
+
     def with_records(self, batch: Batch) -> Batch:
         """Ask for completion records instead of COMPLETIONs, before anything of `batch` was sent; see `Batch.set_records`.
 
@@ -370,12 +313,34 @@ class Initiator:
             if self.state is not _CLOSED:
                 self._break(f"a completion while {self.state.value}")
             return []
+        if self.ack is not None and self.ack.capabilities & _STORE:
+            is_other = raw[:, 1] >= FIRST_KEYED  # short answers of the keyed extension may be as long
+            if np.count_nonzero(is_other):
+                done = [batch for row in raw[is_other] for batch in self.receive_keyed(row.tobytes())]
+                return done + (self.receive_completions(raw[~is_other]) if not is_other.all() else [])
         try:
             completions = decode_completions(raw)
         except Malformed as error:
             self._break(str(error))
             return []
         return self._settle(completions)
+
+    def receive_keyed(self, message: bytes) -> list[Batch]:
+        """As `receive_completions`, for one answer of the keyed extension."""
+        if self.state not in (_READY, _CLOSING):
+            return []
+        header = Header.of_prefix(message)
+        batch = self._batches.get(header.request_id >> 32)
+        if not isinstance(batch, KeyedBatch) or not batch.settle_answer(header.request_id & (_SEQUENCES - 1), header, message):
+            self._break(f"an answer of opcode {header.opcode:#04x} to request {header.request_id:#x}, which is not outstanding")
+            return []
+        self.outstanding_count -= 1
+        done: list[Batch] = []
+        if batch.is_done:
+            del self._batches[batch.sequence]
+            done.append(batch)
+        self._close_if_answered()
+        return done
 
     def receive_records(self, raw: NDArray[np.uint8]) -> list[Batch]:
         """As `receive_completions` for completion records, (n, 24) octets, whose immediates have come."""

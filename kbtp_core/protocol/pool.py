@@ -14,12 +14,16 @@ An owner that allocates by itself (DIRECT_ALLOC) has a ring of its own over a pa
 the shared ring and return there when the partition is dissolved. A ticket that it was seen to take makes the block TAKEN, although
 its slot still lists it.
 
+A *cache* may hold blocks beside the sessions (the keyed store does): at most those that are left when every session has its quota, so
+rule 2 holds for the sessions as before. Whoever grants a quota tells it first how many it may keep.
+
 A LENT pool belongs to somebody else, such as an inference engine: no ring, no quota, and several handles may name one block.
 """
 
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,6 +55,16 @@ class Allowance:
         self.cell[0] = count
 
 
+class BlockCache(Protocol):
+    """Holds blocks of a pool that no session owns."""
+
+    @property
+    def used_count(self) -> int: ...
+
+    def set_limit(self, blocks: int) -> int:
+        """Keep at most so many blocks from now on; returns how many it may have now, which is more if it can't let go of enough."""
+
+
 class LentPool:
     """Blocks of `block_bytes` that their owner binds itself, in a region of `region_bytes`."""
 
@@ -78,6 +92,7 @@ class BlockPool:
         self._blocks = memory.reshape(self.block_count, block_bytes)
         self.ring = FreeRing([base_offset + i * block_bytes for i in range(self.block_count)], masked=masked)
         self._state = bytearray(self.block_count)  # a BlockState each
+        self.cache: BlockCache | None = None
         self._allowances: dict[int, Allowance] = {}
         self._partitions: dict[int, Partition] = {}
 
@@ -92,14 +107,22 @@ class BlockPool:
 
     @property
     def quota_left(self) -> int:
-        """Blocks that no session has been promised."""
-        return self.block_count - sum(allowance.quota for allowance in self._allowances.values())
+        """Blocks that no session has been promised; beside a cache, which has half of the pool for itself, as many of the other half."""
+        share = self.block_count if self.cache is None else self.block_count // 2
+        return share - self._promised_count
+
+    @property
+    def _promised_count(self) -> int:
+        return sum(allowance.quota for allowance in self._allowances.values())
 
     def grant(self, owner: int, wanted: int) -> int:
         """Promise `owner` up to `wanted` blocks; returns how many."""
         if owner in self._allowances:
             raise ValueError(f"owner {owner} has a quota already")
         quota = min(wanted, self.quota_left)
+        if self.cache is not None:
+            rest = self.block_count - self._promised_count - quota
+            quota -= self.cache.set_limit(rest) - rest
         self._allowances[owner] = Allowance(quota)
         return quota
 
@@ -139,6 +162,8 @@ class BlockPool:
         """End the promise to an owner that owns nothing any more."""
         allowance = self._allowances.pop(owner)
         assert allowance.usage == 0, f"owner {owner} still owns {allowance.usage} blocks"
+        if self.cache is not None:
+            self.cache.set_limit(self.block_count - self._promised_count)
 
     def usage(self, owner: int) -> int:
         return self._allowances[owner].usage
@@ -208,7 +233,8 @@ class BlockPool:
         )
         assert sum(self.count(state) for state in BlockState) == self.block_count
         owned = self.block_count - self.count(BlockState.FREE)
-        assert owned == sum(allowance.usage for allowance in self._allowances.values()), "usage miscounted"
+        cached = 0 if self.cache is None else self.cache.used_count
+        assert owned == cached + sum(allowance.usage for allowance in self._allowances.values()), "usage miscounted"
         assert all(0 <= allowance.usage <= allowance.quota for allowance in self._allowances.values()), "a quota is exceeded"
         assert self.quota_left >= 0, "more blocks were promised than there are"
 

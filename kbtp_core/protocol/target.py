@@ -35,7 +35,9 @@ from kbtp_core.protocol.ring import RingDriver
 from kbtp_core.protocol.table import BlockTable
 
 if TYPE_CHECKING:
+    from kbtp_core.protocol.keyed_backend import KeyedBackend
     from kbtp_core.protocol.target_grant import Expose
+    from kbtp_core.protocol.target_keyed import KeyedTargetSession
     from kbtp_core.protocol.target_session import TargetSession
 
 Readers = Callable[[NDArray[np.uint64]], NDArray[np.uint32]]
@@ -55,6 +57,7 @@ class EntryState(IntEnum):
     DRAINING = 2
     DRAINED = 3
     RESERVED = 4  # an ALLOC_STORE is fetching the data that this entry will name
+    KEPT = 5  # of the keyed store: it names nothing, and a block is read from disk for it, or still read by others
 
 
 @dataclass(frozen=True)
@@ -150,6 +153,10 @@ class Target:
         self.entry_state: Final[NDArray[np.uint8]] = np.zeros(table.entry_count, np.uint8)
         self.owners: Final[NDArray[np.uint64]] = np.zeros(table.entry_count, np.uint64)
         """By entry: the number of the session that bound it, or 0."""
+        self.keyed: KeyedBackend | None = None
+        """The store whose values this pool's blocks are, if any; set before the first session."""
+        self.keyed_waiting: Final[set[KeyedTargetSession]] = set()
+        """Sessions that wait for something of the store."""
         self.picker: Callable[[int], Target | None] | None = None
         """Which target serves blocks of another size, if any; see `pick`."""
         self._companion: Companion | None = None
@@ -180,9 +187,11 @@ class Target:
 
         `offers` are the capabilities that depend on its binding (RECORD_COMPLETION); `expose` registers memory for the direct modes.
         """
+        from kbtp_core.protocol.target_keyed import KeyedTargetSession
         from kbtp_core.protocol.target_session import TargetSession
 
-        session = TargetSession(self, self._next_number, peer, offers, expose)
+        kind = TargetSession if self.keyed is None else KeyedTargetSession
+        session = kind(self, self._next_number, peer, offers, expose)
         self.sessions[session.number] = session
         self._next_number += 1
         return session
@@ -195,6 +204,10 @@ class Target:
         if self.direct is not None:
             for session in self.sessions.values():
                 session.poll_tickets(now)
+        if self.keyed is not None:
+            settled = self.keyed.tick()
+            for waiting in tuple(self.keyed_waiting):
+                waiting.poll_keyed(settled, now)
         if self._draining_count:
             drained = self._drained_indexes()
             if isinstance(self.pool, LentPool):
@@ -263,6 +276,16 @@ class Target:
     def draining_indexes(self) -> NDArray[np.intp]:
         """Which entries those are."""
         return np.flatnonzero(self.entry_state == EntryState.DRAINING)
+
+    @property
+    def leaving_count(self) -> int:
+        """As `draining_count`, with the store's."""
+        return self._draining_count + (0 if self.keyed is None else self.keyed.kept_counts()[0])
+
+    @property
+    def leaving_indexes(self) -> NDArray[np.intp]:
+        """Entries that are cleared and whose block may still have readers, the store's among them."""
+        return np.flatnonzero((self.entry_state == EntryState.DRAINING) | (self.entry_state == EntryState.KEPT))
 
     # Beside an executor ----------------------------------------------------------------------------------------------
 
@@ -372,9 +395,10 @@ class Target:
         assert (self.reading >= 0).all(), "more reads ended than started"
         if isinstance(self.pool, BlockPool):
             self.pool.check_integrity()
+            leaving, promoting = (0, 0) if self.keyed is None else self.keyed.kept_counts()
             assert len(valid) == self.pool.count(BlockState.BOUND), "bound blocks and bound entries differ"
-            assert len(draining) == self.pool.count(BlockState.DRAINING), "draining blocks and draining entries differ"
-            taken = np.count_nonzero(self.entry_state == EntryState.RESERVED)
+            assert len(draining) + leaving == self.pool.count(BlockState.DRAINING), "draining blocks and draining entries differ"
+            taken = np.count_nonzero(self.entry_state == EntryState.RESERVED) + promoting
             taken += self.pool.ticket_count()
             assert taken == self.pool.count(BlockState.TAKEN), "taken blocks differ from reserved entries and tickets"
             offsets = self.table.entries["block_offset"][sorted(valid) + draining.tolist()]

@@ -1,8 +1,8 @@
 """What a target grants to a HELLO that it admits: limits, handles, quota, capabilities, and access for the direct modes.
 
 A capability is granted if it was wanted, if the operator and the binding allow it, and if there is what it needs:
-CHECKSUM a pool whose octets the target can read; RECORD_COMPLETION a binding that offers it; the direct modes a pool that belongs
-to its ring, a trust domain that the operator listed, and a driver that can register memory (`Expose`).
+STORE a keyed store that has the pool; CHECKSUM a pool whose octets the target can read; RECORD_COMPLETION a binding that offers it;
+the direct modes a pool that belongs to its ring, a trust domain that the operator listed, and a driver that can register memory (`Expose`).
 """
 
 from __future__ import annotations
@@ -54,8 +54,10 @@ class Grant:
 def grant(target: Target, owner: int, hello: Hello, nonce: bytes, offers: Capability, expose: Expose | None) -> Grant:
     """Take quota and handles for session `owner`. `offers` are the capabilities of its binding."""
     limits, pool = target.limits, target.pool
-    wanted = Capability(hello.capabilities & int(Capability.RECORD_COMPLETION | Capability.CHECKSUM | _DIRECT))
+    wanted = Capability(hello.capabilities & int(Capability.RECORD_COMPLETION | Capability.CHECKSUM | Capability.STORE | _DIRECT))
     granted = wanted & offers & Capability.RECORD_COMPLETION
+    if target.keyed is not None:
+        granted |= wanted & Capability.STORE
     partition, access, quota = None, DirectAccess(), 0
     if isinstance(pool, BlockPool):
         if target.crc32c is not None:

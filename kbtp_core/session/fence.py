@@ -45,10 +45,10 @@ class DrainFence:
 
     def overdue_entries(self, now: float) -> NDArray[np.intp]:
         """Entries (indexes) that drain for longer than the limit; none when it is not yet time to look again."""
-        if not self._target.draining_count or now < self._next_look:
+        if not self._target.leaving_count or now < self._next_look:
             return np.arange(0)
         self._next_look = now + min(self._limit_s / _LOOKS, _LONGEST_PAUSE_S)
-        draining = self._target.draining_indexes
+        draining = self._target.leaving_indexes
         generation = self._target.table.entries["generation"][draining].astype(np.uint16)
         is_new = (generation != self._generation[draining]) | np.isinf(self._since[draining])
         self._since[draining[is_new]] = now

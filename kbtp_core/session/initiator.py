@@ -19,9 +19,11 @@ from kbtp_core.fabric.api import Access, Fabric, FabricError, Op, PollsLoads, Re
 from kbtp_core.protocol.constants import Flag
 from kbtp_core.protocol.hello import HelloAck
 from kbtp_core.protocol.initiator import HelloParameters, InitiatorState
+from kbtp_core.protocol.keyed_batch import Encode
 from kbtp_core.session.direct import PendingDirect
 from kbtp_core.session.incarnation import process_incarnation
 from kbtp_core.session.initiator_core import InitiatorCore, PendingBatch
+from kbtp_core.session.keyed import Asked, KeyedCalls
 from kbtp_core.session.loads import PendingLoads
 
 BUFFER_ACCESS = Access.LOCAL_WRITE | Access.REMOTE_WRITE | Access.REMOTE_READ
@@ -105,7 +107,7 @@ class LoadBatch:
         self._session.cancel(self._pending)
 
 
-class InitiatorSession:
+class InitiatorSession(KeyedCalls):
     """A ready session; made by `connect`. Deadlines are times of `time.monotonic()`."""
 
     def __init__(self, core: InitiatorCore, cq: Any) -> None:
@@ -268,6 +270,32 @@ class InitiatorSession:
         """Unbind handles and give their blocks back (draft section 6.4). Returns at once."""
         with self._lock:
             return LoadBatch(self, self._core.submit(self._core.protocol.free(handles, generations), None, deadline))
+
+    def load_range(
+        self,
+        handles: ArrayLike,
+        generations: ArrayLike,
+        region: Region,
+        offsets: ArrayLike,
+        lengths: ArrayLike,
+        starts: ArrayLike,
+        counts: ArrayLike = 0,
+        *,
+        deadline: float,
+    ) -> LoadBatch:
+        """As `load`, of `counts` octets from `starts` on of each value; zero is the rest, and what is over is cut. Needs STORE.
+
+        `LoadBatch.data_length` is the whole value's length.
+        """
+        with self._lock:
+            batch = self._core.protocol.load_range(handles, generations, region.stag, offsets, lengths, starts, counts)
+            return LoadBatch(self, self._core.submit(batch, region, deadline))
+
+    def ask(self, encode: Encode, deadline: float) -> Asked:
+        """Send keyed messages (`protocol.keyed_batch`); the calls of `KeyedCalls` make them."""
+        with self._lock:
+            pending = self._core.ask(encode, deadline)
+        return Asked(LoadBatch(self, pending), lambda: pending.answers)
 
     def load_direct(
         self,

@@ -36,6 +36,7 @@ from kbtp_core.fabric.api import (
 from kbtp_core.protocol.constants import (
     COMPLETION_BYTES,
     DESCRIPTOR_BYTES,
+    HEADER_BYTES,
     HELLO_ACK_LIMIT_BYTES,
     HELLO_LIMIT_BYTES,
     NO_STATUS,
@@ -47,7 +48,10 @@ from kbtp_core.protocol.constants import (
 )
 from kbtp_core.protocol.direct import DirectAllocator, DirectLoad, DirectStore
 from kbtp_core.protocol.hello import HelloAck
-from kbtp_core.protocol.initiator import Batch, HelloParameters, Initiator, InitiatorState
+from kbtp_core.protocol.initiator import HelloParameters, Initiator, InitiatorState
+from kbtp_core.protocol.initiator_batch import Batch
+from kbtp_core.protocol.keyed import is_keyed, message_limit
+from kbtp_core.protocol.keyed_batch import Encode, KeyedBatch
 from kbtp_core.session.direct import DIRECT_DEPTH, DIRECT_ID, DirectOperations, PendingDirect
 from kbtp_core.session.loads import PendingLoads
 from kbtp_core.session.records import RecordSlots
@@ -105,6 +109,11 @@ class PendingBatch:
     @property
     def checksum(self) -> NDArray[np.uint32]:
         return self.batch.checksum if self._checksum is None else self._checksum
+
+    @property
+    def answers(self) -> list[bytes]:
+        """Of keyed messages: the octets of the answer to each, empty where there is none."""
+        return list(self.batch.answers) if isinstance(self.batch, KeyedBatch) else []
 
     @property
     def ok(self) -> bool:
@@ -250,13 +259,22 @@ class InitiatorCore:
 
         It is completed by records where they were granted, unless it is a BIND or has something to invalidate.
         """
-        if self._records is not None and batch.opcode != Opcode.BIND and not batch.messages[0, 3] & int(Flag.INVALIDATE):
+        if (
+            self._records is not None
+            and batch.takes_records
+            and batch.opcode != Opcode.BIND
+            and not batch.messages[0, 3] & int(Flag.INVALIDATE)
+        ):
             self.protocol.with_records(batch)
         pending = PendingBatch(batch, region, deadline)
         self._pending[batch.sequence] = pending
         self._watch(deadline, batch.sequence)
         self.flush()
         return pending
+
+    def ask(self, encode: Encode, deadline: float) -> PendingBatch:
+        """Send keyed messages. Raises ValueError if the target did not grant STORE, SessionClosed."""
+        return self.submit(self.protocol.ask(encode), None, deadline)
 
     def load(
         self,
@@ -432,6 +450,9 @@ class InitiatorCore:
         if length == COMPLETION_BYTES and self._receives is not None:
             self._on_done(self.protocol.receive_completions(np.frombuffer(message, np.uint8).reshape(1, -1)))
             return
+        if length > HEADER_BYTES and is_keyed(message[1]):
+            self._on_done(self.protocol.receive_keyed(message))
+            return
         was_ready = self.is_ready
         for answer in self.protocol.receive(message):
             self._post_receives(self._greetings, np.array([wr_id - _GREETING_ID], np.int64))
@@ -443,10 +464,11 @@ class InitiatorCore:
         ack = self.protocol.ack
         assert ack is not None
         outstanding = ack.outstanding  # never more than was asked for, but for one where none was
-        self._sends = SendRows(self.pd, outstanding + _SPARE_SENDS, REQUEST_BYTES + DESCRIPTOR_BYTES + ack.inline_bytes)
+        longest = message_limit(ack.inline_bytes) if ack.capabilities & Capability.STORE else 0
+        self._sends = SendRows(self.pd, outstanding + _SPARE_SENDS, max(longest, REQUEST_BYTES + DESCRIPTOR_BYTES + ack.inline_bytes))
         if ack.capabilities & Capability.RECORD_COMPLETION:
             self._records = RecordSlots(self.pd, outstanding)
-        self._receives = ReceiveRows(self.pd, outstanding + SPARE_RECEIVES, COMPLETION_BYTES)
+        self._receives = ReceiveRows(self.pd, outstanding + SPARE_RECEIVES, max(longest, COMPLETION_BYTES))
         share = outstanding * 3 // 4
         if share and isinstance(self.qp, RunsLoads):
             self._requester = self.qp.create_requester(share)

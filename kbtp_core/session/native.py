@@ -9,12 +9,16 @@ from __future__ import annotations
 from kbtp_core.fabric.api import Executor, Fabric, PoolState, SharesPool, StoreGrant
 from kbtp_core.protocol.pool import BlockPool
 from kbtp_core.protocol.target import Target
+from kbtp_core.protocol.target_keyed import KeyedTargetSession
 from kbtp_core.protocol.target_session import TargetSession
 
 
 def create_executor(fabric: Fabric, target: Target) -> Executor | None:
     """An executor for `target`, which counts on it from now on; None where the fabric has none."""
     table = target.table
+    if target.keyed is not None:  # its executor shares the pool with the target already
+        own: Executor = target.keyed.executor
+        return own if fabric.create_executor(table.entries, table.base_handle, target.pool.block_bytes) is not None else None
     executor = fabric.create_executor(table.entries, table.base_handle, target.pool.block_bytes, _pool_state(target))
     if executor is not None:
         target.readers = executor.readers
@@ -35,13 +39,17 @@ def store_grant(executor: Executor, target: Target, session: TargetSession) -> S
         inline_bytes=ack.inline_bytes,
         quota=ack.quota,
         usage=pool.usage_cell(session.number),
+        keyed=session.keyed_peer.native if isinstance(session, KeyedTargetSession) and session.keyed_peer is not None else None,
     )
 
 
 def _pool_state(target: Target) -> PoolState | None:
     pool = target.pool
-    if not isinstance(pool, BlockPool) or not target.allows_executor:
-        return None
+    return shared_pool(target, pool) if isinstance(pool, BlockPool) and target.allows_executor else None
+
+
+def shared_pool(target: Target, pool: BlockPool) -> PoolState:
+    """The pool of `target` as an executor shares it."""
     return PoolState(
         memory=pool.memory,
         base_offset=pool.base_offset,

@@ -49,6 +49,7 @@ from kbtp_core.protocol.constants import (
     Capability,
 )
 from kbtp_core.protocol.effects import Close, Effect, LoadMany, Read, Record, RevokePartition, Send, SendMany, Write
+from kbtp_core.protocol.keyed import message_limit
 from kbtp_core.protocol.target import Target
 from kbtp_core.protocol.target_session import TargetSession, TargetState
 from kbtp_core.session.exposure import ExposedMemory
@@ -69,6 +70,7 @@ _IDLE_LEAST_S: Final = 1.0  # a session that was used less long ago does not mak
 _IDLE_WAIT_S: Final = 0.25  # how late an overdue HELLO may be noticed
 _DRAIN_WAIT_S: Final = 0.001  # how often readers of cleared blocks are asked for
 _ANSWER_BYTES: Final = 64
+_LONG_ANSWERS: Final = 32  # longer ones that are on their way at once
 _SENDS: Final = frozenset({Op.SEND, Op.SEND_INVALIDATE, Op.SEND_SE, Op.SEND_SE_INVALIDATE})
 
 PoolRegion = Callable[[ProtectionDomain], Region]
@@ -99,6 +101,8 @@ class _Connection:
         self.pool: Region | None = None  # once HELLO is granted, as are the next two
         self.pool_stag = 0
         self.receives: ReceiveRows | None = None
+        self.long_answers: SendRows | None = None  # of keyed messages, if STORE is granted
+        self.long_marks: deque[tuple[int, int]] = deque()  # (posted_count behind it, mark in `long_answers`) of each
         self.held: deque[int] = deque()  # receive rows whose messages are not answered
         self.inbox: deque[Array] = deque()  # completions that no turn has taken yet
         self.backlog: deque[Send | SendMany | LoadMany | Write | Record | Close] = deque()
@@ -172,6 +176,8 @@ class _Connection:
         if ok:
             self.retired_count, mark = self.signaled.popleft()
             self.answers.release(mark)
+            while self.long_answers is not None and self.long_marks and self.long_marks[0][0] <= self.retired_count:
+                self.long_answers.release(self.long_marks.popleft()[1])
         if op == Op.WRITE and wr_id:
             self.add(self.session.write_done(wr_id, ok, now), now)
         elif op == Op.READ:
@@ -250,10 +256,12 @@ class _Connection:
                 assert self.core.record_op is not None, "RECORD_COMPLETION was granted without a binding that has it"
                 batch.add_record(self.answers, effect, self.core.record_op)
             case Send():
-                rows = self.answers if len(effect.data) <= _ANSWER_BYTES else self.greeting_answers
+                rows = self.answers if len(effect.data) <= _ANSWER_BYTES else self.long_answers or self.greeting_answers
                 if not rows.free_count:
                     return False
                 batch.add_send(rows, effect)
+                if rows is self.long_answers:
+                    self.long_marks.append((self.posted_count + len(batch), rows.mark))
             case SendMany():
                 count = min(room, self.answers.free_count, len(effect.messages))
                 batch.add_sends(self.answers, effect.messages[:count])
@@ -285,6 +293,9 @@ class _Connection:
         ack = self.session.ack
         assert ack is not None
         size = max(SMALLEST_RECEIVE_BYTES, REQUEST_BYTES + DESCRIPTOR_BYTES + ack.inline_bytes)
+        if ack.capabilities & Capability.STORE:
+            size = max(size, message_limit(ack.inline_bytes))
+            self.long_answers = SendRows(self.pd, _LONG_ANSWERS, message_limit(ack.inline_bytes))
         count = ack.outstanding + SPARE_RECEIVES
         self.receives = ReceiveRows(self.pd, count, size)
         served = self.core.served(self.session.target)
@@ -371,6 +382,8 @@ class TargetCore:
 
     def add_pool(self, target: Target, pool_region: PoolRegion) -> ServedPool:
         """Serve one more pool."""
+        if target.keyed is not None:
+            target.keyed.wake = self.cq.wake
         self._pools[target] = ServedPool(self.fabric, target, pool_region, self._use_executor, self._drain_limit_s)
         return self._pools[target]
 
@@ -538,7 +551,7 @@ class TargetCore:
 
 
 def _wait_limit_s(target: Target) -> float:
-    if target.draining_count > 0:
+    if target.leaving_count > 0 or any(session.is_retrying for session in target.keyed_waiting):
         return _DRAIN_WAIT_S
     if target.direct is not None and target.has_open_partitions:
         return min(max(target.direct.ticket_timeout_s / 8, _DRAIN_WAIT_S), _IDLE_WAIT_S)

@@ -7,7 +7,7 @@ import pytest
 
 from kbtp_core.protocol.constants import Capability, Flag, Status
 from kbtp_core.protocol.effects import Send, Write
-from kbtp_core.protocol.initiator import Batch
+from kbtp_core.protocol.initiator_batch import Batch
 from kbtp_core.protocol.wire import Bind, DataDescriptor, Load
 from tests.protocol.test_pair_requests import put, ready
 from tests.protocol.world import STAG, Link, ring_world

@@ -11,7 +11,8 @@ import pytest
 from kbtp_core.errors import SessionClosed, SessionRefused
 from kbtp_core.protocol.constants import NO_STATUS, Capability, Flag, Opcode, Status
 from kbtp_core.protocol.hello import DirectAccess, Hello, HelloAck
-from kbtp_core.protocol.initiator import Batch, HelloParameters, Initiator, InitiatorState
+from kbtp_core.protocol.initiator import HelloParameters, Initiator, InitiatorState
+from kbtp_core.protocol.initiator_batch import Batch
 from kbtp_core.protocol.wire import Completion, Free, Goodbye, Header, parse
 from tests.protocol.test_pair_requests import ready
 from tests.protocol.world import STAG, draw, ring_world

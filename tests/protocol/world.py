@@ -17,7 +17,8 @@ from kbtp_core.protocol.constants import Capability, Flag
 from kbtp_core.protocol.direct import DirectAllocator, DirectBatch, DirectKind, DirectLoad, DirectStore
 from kbtp_core.protocol.effects import Close, Effect, LoadMany, Read, Record, RevokePartition, Send, SendMany, Write
 from kbtp_core.protocol.hello import DirectAccess
-from kbtp_core.protocol.initiator import Batch, HelloParameters, Initiator
+from kbtp_core.protocol.initiator import HelloParameters, Initiator
+from kbtp_core.protocol.initiator_batch import Batch
 from kbtp_core.protocol.partition import DirectPolicy
 from kbtp_core.protocol.pool import BlockPool, LentPool
 from kbtp_core.protocol.ring import fetch_add

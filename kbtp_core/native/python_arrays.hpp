@@ -1,0 +1,60 @@
+// Arrays and records of Python, seen from native code.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
+
+#include <optional>
+#include <span>
+#include <stdexcept>
+#include <string>
+
+#include "keyed_session.hpp"
+
+namespace kbtp {
+
+// A borrowed C-contiguous buffer.
+class Buffer {
+  public:
+    Buffer(nanobind::handle object, bool writable) {
+        if (PyObject_GetBuffer(object.ptr(), &view_, writable ? PyBUF_WRITABLE : PyBUF_SIMPLE) != 0) throw nanobind::python_error();
+    }
+    ~Buffer() { PyBuffer_Release(&view_); }
+    Buffer(const Buffer&) = delete;
+    Buffer& operator=(const Buffer&) = delete;
+    u8* data() const { return static_cast<u8*>(view_.buf); }
+    std::size_t size() const { return static_cast<std::size_t>(view_.len); }
+
+    template <class T>
+    std::span<T> as() const {
+        if (size() % sizeof(T) != 0 || reinterpret_cast<std::uintptr_t>(data()) % alignof(T) != 0)
+            throw std::invalid_argument("the array is not a whole, aligned number of records: pass the dtypes of fabric.api");
+        return {reinterpret_cast<T*>(data()), size() / sizeof(T)};
+    }
+
+  private:
+    Py_buffer view_{};
+};
+
+template <class T>
+T* array_of(nanobind::handle array, std::size_t count, const char* what) {
+    const Buffer buffer(array, true);  // the caller keeps the arrays alive
+    const auto items = buffer.as<T>();
+    if (items.size() != count) throw std::invalid_argument(std::string("the array of ") + what + " has another length than it must have");
+    return items.data();
+}
+
+// `grant` is a fabric.api.StoreGrant or None.
+inline std::optional<StoreGrant> store_grant(nanobind::handle grant) {
+    if (grant.is_none()) return {};
+    const auto number = [&](const char* name) { return nanobind::cast<u64>(grant.attr(name)); };
+    return StoreGrant{number("owner"),
+                      number("handle_base"),
+                      number("handle_count"),
+                      static_cast<u32>(number("inline_bytes")),
+                      number("quota"),
+                      array_of<u64>(grant.attr("usage"), 1, "usage"),
+                      nanobind::cast<std::shared_ptr<KeyedSession>>(grant.attr("keyed"))};
+}
+
+}  // namespace kbtp

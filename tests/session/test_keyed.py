@@ -1,0 +1,187 @@
+"""Values by key between a real session and a real server, on every fabric (docs/store-protocol.md)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from kbtp_core.errors import SessionClosed
+from kbtp_core.fabric.api import Fabric
+from kbtp_core.fabric.softrnic import SoftRnic
+from kbtp_core.protocol import Capability, HelloParameters, Status
+from kbtp_core.protocol.keyed import LookupFlag, Tier
+from kbtp_core.session import InitiatorSession, TargetServer
+from kbtp_core.store.ram import RamOptions, RamStore
+from tests.session.conftest import soon
+from tests.session.loopback import LoopbackFabric
+
+BLOCK = 4096
+TENANT = 0x7E
+
+
+class Keyed:
+    """A store, its server, and sessions with it."""
+
+    def __init__(self, fabric: Fabric, use_executor: bool, blocks: int = 256) -> None:
+        self.fabric = fabric
+        self.store = RamStore(BLOCK, blocks * BLOCK, options=RamOptions(session_handles=512))
+        self.server = TargetServer(fabric, self.store.target, self.store.pool_region, use_executor=use_executor)
+        self.sessions: list[InitiatorSession] = []
+
+    def connect(self, **wishes: Any) -> InitiatorSession:
+        wishes = {"capabilities": int(Capability.STORE), "quota": 16, "handle_count": 16, "outstanding": 64, "inline_bytes": 4096, **wishes}
+        self.sessions.append(InitiatorSession.connect(self.fabric, *self.server.address, HelloParameters(**wishes)))
+        return self.sessions[-1]
+
+    def close(self) -> None:
+        for session in self.sessions:
+            session.close(1.0)
+        self.server.close(2.0)
+        self.server.check_integrity()
+        self.server.check()
+        self.store.check_integrity()
+
+
+@pytest.fixture(
+    params=[(LoopbackFabric, False), (SoftRnic, True), (SoftRnic, False)], ids=["loopback", "softrnic", "softrnic-without-executor"]
+)
+def keyed(request: pytest.FixtureRequest) -> Iterator[Keyed]:
+    kind, use_executor = request.param
+    fabric = kind()
+    world = Keyed(fabric, use_executor)
+    yield world
+    world.close()
+    fabric.close()
+
+
+def ids_of(count: int, seed: int = 1) -> NDArray[np.uint8]:
+    return np.random.default_rng(seed).integers(0, 256, (count, 16), np.uint8)
+
+
+def put(session: InitiatorSession, ids: NDArray[np.uint8], data: list[bytes]) -> Any:
+    """ALLOC_STOREs and the PUBLISH behind them, in one round trip."""
+    handles = session.target.handle_base + np.arange(len(ids), dtype=np.uint64)
+    session.alloc_store_inline(handles, 0, data, deadline=soon())
+    return session.publish(ids, TENANT, handles, deadline=soon()).wait()
+
+
+def test_a_batch_is_put_found_and_loaded_by_another_session(keyed: Keyed) -> None:
+    writer, reader = keyed.connect(), keyed.connect()
+    ids = ids_of(16)
+    data = [bytes([i + 1]) * (1000 + i) for i in range(16)]
+    result = put(writer, ids, data)
+    assert result.status.tolist() == [Status.OK] * 16
+    found = reader.lookup(ids, TENANT, deadline=soon()).wait()
+    assert found.tier.tolist() == [Tier.RAM] * 16
+    assert found.data_length.tolist() == [len(octets) for octets in data]
+    assert (found.handle == result.handle).all()
+    assert found.prefix_count == 16
+    memory = np.zeros((16, BLOCK), np.uint8)
+    region = reader.register(memory)
+    batch = reader.load(found.handle, found.generation, region, np.arange(16) * BLOCK, BLOCK, deadline=soon()).wait()
+    assert batch.ok
+    assert [memory[i, : len(octets)].tobytes() for i, octets in enumerate(data)] == data
+
+
+def test_thousands_of_ids_are_looked_up_in_one_call(keyed: Keyed) -> None:
+    session = keyed.connect()
+    ids = ids_of(5000)
+    put(session, ids[1000:1016], [b"x"] * 16)
+    found = session.lookup(ids, TENANT, deadline=soon()).wait()
+    assert np.flatnonzero(found.tier).tolist() == list(range(1000, 1016))
+    prefix = session.lookup(ids[1000:], TENANT, deadline=soon(), flags=LookupFlag.PREFIX).wait()
+    assert prefix.prefix_count == 16
+    assert not prefix.tier[16:].any()
+
+
+def test_a_range_of_a_value_is_loaded(keyed: Keyed) -> None:
+    session = keyed.connect()
+    (result,) = [put(session, ids_of(1), [b"0123456789"])]
+    memory = np.zeros(BLOCK, np.uint8)
+    region = session.register(memory)
+    batch = session.load_range(result.handle, result.generation, region, [0], [BLOCK], [3], [4], deadline=soon()).wait()
+    assert (batch.status.tolist(), batch.data_length.tolist()) == ([Status.OK], [10])
+    assert memory[:5].tobytes() == b"3456\0"
+
+
+def test_removing_pinning_and_listing(keyed: Keyed) -> None:
+    session = keyed.connect()
+    ids = ids_of(8)
+    assert session.set_namespace(TENANT, 7, deadline=soon()).wait().status == Status.OK
+    result = put(session, ids, [b"x"] * 8)
+    assert session.pin(result.handle, result.generation, deadline=soon()).wait().status.tolist() == [Status.OK] * 8
+    assert session.remove(ids[:3], TENANT, deadline=soon()).wait().count == 3
+    page = session.list_values(TENANT, 7, deadline=soon()).wait()
+    assert {bytes(item["id"]) for item in page.items} == {bytes(one) for one in ids[3:]}
+    assert page.cursor == 0
+    assert session.remove_namespace(TENANT, 7, deadline=soon()).wait().count == 5
+    assert len(session.list_values(TENANT, deadline=soon()).wait().items) == 0
+
+
+def test_of_eight_writers_of_one_id_one_wins(keyed: Keyed) -> None:
+    sessions = [keyed.connect(quota=4, handle_count=4) for _ in range(8)]
+    rounds = 20
+    results: list[list[tuple[int, int, int]]] = [[] for _ in sessions]
+
+    def write(at: int) -> None:
+        for turn in range(rounds):
+            got = put(sessions[at], ids_of(1, turn), [bytes([at]) * 100])
+            results[at].append((int(got.status[0]), int(got.handle[0]), int(got.generation[0])))
+
+    threads = [threading.Thread(target=write, args=(at,)) for at in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for turn in range(rounds):
+        statuses = [result[turn][0] for result in results]
+        assert sorted(statuses) == [Status.OK] + [Status.ALREADY_BOUND] * 7
+        assert len({result[turn][1:] for result in results}) == 1
+        memory = np.zeros(BLOCK, np.uint8)
+        _, handle, generation = results[0][turn]
+        reader = sessions[0]
+        reader.load([handle], [generation], reader.register(memory), [0], [BLOCK], deadline=soon()).wait()
+        assert memory[:100].tobytes() == bytes([statuses.index(Status.OK)]) * 100
+    assert keyed.store.used_count == rounds
+
+
+def test_values_outlive_the_session_that_wrote_them(keyed: Keyed) -> None:
+    writer = keyed.connect()
+    put(writer, ids_of(1), [b"stays"])
+    writer.close()
+    assert keyed.connect().lookup(ids_of(1), TENANT, deadline=soon()).wait().tier.tolist() == [Tier.RAM]
+
+
+def test_a_session_that_did_not_ask_for_store_is_told(keyed: Keyed) -> None:
+    session = keyed.connect(capabilities=0)
+    with pytest.raises(ValueError, match="did not grant STORE"):
+        session.lookup(ids_of(1), TENANT, deadline=soon())
+
+
+def test_a_closed_session_says_so(keyed: Keyed) -> None:
+    session = keyed.connect()
+    session.close()
+    with pytest.raises(SessionClosed):
+        session.lookup(ids_of(1), TENANT, deadline=soon())
+
+
+def test_overload_evicts_and_every_value_that_is_found_is_right(keyed: Keyed) -> None:
+    session = keyed.connect()
+    memory = np.zeros((16, BLOCK), np.uint8)
+    region = session.register(memory)
+    for turn in range(60):
+        ids = ids_of(16, turn)
+        assert put(session, ids, [bytes([turn]) * 64] * 16).status.tolist() == [Status.OK] * 16
+        back = ids_of(16, max(0, turn - 20))
+        found = session.lookup(back, TENANT, deadline=soon()).wait()
+        at = np.flatnonzero(found.has_handle)
+        if len(at):
+            batch = session.load(found.handle[at], found.generation[at], region, at * BLOCK, BLOCK, deadline=soon()).wait()
+            good = at[batch.status == Status.OK]
+            assert (memory[good, :64] == max(0, turn - 20)).all()
+    assert keyed.store.stats()["evicted"] > 0
