@@ -100,6 +100,10 @@ class EchoEnd:
         self._thread = threading.Thread(target=self._run, name="bench-echo", daemon=True)
         self._thread.start()
 
+    def join(self) -> None:
+        """Wait until the peer has closed; a thread in native code must not outlive the interpreter."""
+        self._thread.join(_TIMEOUT_S)
+
     def _run(self) -> None:
         self._end.accept()
         self._end.echo()

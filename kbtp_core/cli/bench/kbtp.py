@@ -116,7 +116,8 @@ class BenchInitiator:
         whole = count // case.batch * case.batch
         self._handles = np.random.default_rng(7).permutation(count)[:whole].astype(np.uint64).reshape(-1, case.batch)
         self._offsets = np.arange(whole, dtype=np.uint64).reshape(-1, case.batch) * np.uint64(case.block_bytes)
-        self._next = 0  # row of the two above
+        self._generations = address.generations[self._handles]
+        self._next = 0  # row of the three above
         self._last: int | None = None
         self._stored: list[NDArray[np.uint64]] = []  # handles that hold a block, in batches
 
@@ -168,8 +169,9 @@ class BenchInitiator:
         handles, offsets, size = self._handles[row], self._offsets[row], self._case.block_bytes
         deadline = time.monotonic() + DEADLINE_S
         if self._case.op is BenchOp.LOAD:
-            generations = self._address.generations[handles]
-            batch: LoadBatch | StripedBatch = self._session.load(handles, generations, self._region, offsets, size, deadline=deadline)
+            batch: LoadBatch | StripedBatch = self._session.load(
+                handles, self._generations[row], self._region, offsets, size, deadline=deadline
+            )
         else:
             batch = self._session.alloc_store(handles, 0, self._region, offsets, size, deadline=deadline)
         return batch

@@ -58,6 +58,7 @@ class _Child:
         self._congestion_control = congestion_control
         self._baselines = BaselineServer(self._pool, congestion_control)
         self._targets: list[BenchTarget] = []
+        self._ends: list[EchoEnd] = []
 
     def open_baseline(self, service: Service) -> int:
         return self._baselines.open(service)
@@ -66,7 +67,8 @@ class _Child:
         return self._baselines.open("echo", size)
 
     def open_end(self) -> int:
-        return EchoEnd(self._congestion_control).port
+        self._ends.append(EchoEnd(self._congestion_control))
+        return self._ends[-1].port
 
     def open_target(self, case: Case, is_native: bool, has_crc: bool, pool_bytes: int | None, stripes: int) -> TargetAddress:
         size = self._pool.size if pool_bytes is None else pool_bytes
@@ -82,3 +84,5 @@ class _Child:
 
     def end(self) -> None:
         self.close_targets()
+        for end in self._ends:
+            end.join()
