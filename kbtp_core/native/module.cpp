@@ -406,5 +406,6 @@ NB_MODULE(_native, m) {
         nb::arg("spin_s"), nb::arg("progress_threads"), nb::arg("capture_path").none(), nb::arg("capture_limit_bytes"),
         nb::arg("capture_checksums"), "Open a device and start its progress threads.");
     bind_crc(m);
+    bind_client(m);
     bind_identity(m);
 }

@@ -1,0 +1,455 @@
+"""A client's connection to one store: batches of ids in, statuses out. Any thread.
+
+Rules:
+1. A store that can't be reached is known to be so for a while, which doubles up to five seconds; calls fail at once meanwhile. One that
+   is slow is not: a deadline that passes says nothing about the next call.
+2. Handles for puts are this session's. One whose put has no known end is *doubtful*: it is freed, and used again when that was answered.
+3. Where a value was is remembered (`native/handle_cache.hpp`), so a get of it again is one round trip. A generation that does not fit
+   any more is looked up anew, once; what is gone then is MISSING.
+4. When a call returns nothing touches its memory any more: a deadline closes the region first.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kbtp_core import _native
+from kbtp_core.errors import DeadlineExceeded, KbtpError, SessionClosed, SessionRefused
+from kbtp_core.fabric.api import Fabric, Region
+from kbtp_core.protocol.constants import NO_STATUS, Capability, Flag, Status
+from kbtp_core.protocol.initiator import HelloParameters
+from kbtp_core.protocol.keyed import Ids, LookupFlag, PublishFlag, Tier
+from kbtp_core.session import InitiatorSession
+from kbtp_core.store.item_status import ItemStatus, item_statuses
+from kbtp_core.store.places import Places
+
+_log = logging.getLogger(__name__)
+
+_FIRST_PAUSE_S: Final = 0.1
+_LONGEST_PAUSE_S: Final = 5.0
+_CACHE_LOG2_SETS: Final = 14
+_STALE: Final = (int(Status.STALE_GENERATION), int(Status.NOT_BOUND))
+
+
+class Unavailable(KbtpError):
+    """A store can't be reached; the text says how it was tried."""
+
+
+@dataclass(frozen=True)
+class LinkOptions:
+    """How a client connects to each store."""
+
+    block_bytes: int = 0
+    """The largest value; 0 takes the store's default pool."""
+    secret: bytes | None = None
+    trust_domain: str = ""
+    client_name: str = ""
+    connect_timeout_s: float = 3.0
+    quota: int = 1024
+    """Blocks that values may hold that are on their way."""
+    outstanding: int = 1024
+    inline_bytes: int = 1 << 16
+
+
+@dataclass(frozen=True)
+class SpaceOf:
+    """What a client's values belong to."""
+
+    tenant: int
+    namespace: int
+    ttl_s: int
+
+
+class _Handles:
+    """Handles of one session for values on their way to the store. Under the link's lock."""
+
+    def __init__(self, base: int, count: int) -> None:
+        self.free = list(range(base, base + count))
+        self.doubtful: list[int] = []
+
+
+class Link:
+    """See the module. `space` is told to the store at the start of every session."""
+
+    def __init__(self, fabric: Fabric, host: str, port: int, space: SpaceOf, options: LinkOptions) -> None:
+        self.name: Final = f"{host}:{port}"
+        self._fabric = fabric
+        self._address = host, port
+        self._space = space
+        self._options = options
+        self._cache = _native.HandleCache(_CACHE_LOG2_SETS)
+        self._lock = threading.Lock()  # of all below; held while connecting, too
+        self._changed = threading.Condition(self._lock)
+        self._session: InitiatorSession | None = None
+        self._handles = _Handles(0, 0)
+        self._pause_s = 0.0
+        self._retry_at = 0.0
+        self._failure = ""
+        self._is_closed = False
+
+    # Sessions --------------------------------------------------------------------------------------------------------
+
+    def session(self, deadline: float) -> InitiatorSession:
+        """The session, made anew if need be. Raises Unavailable, SessionRefused."""
+        session = self._session
+        if session is not None and session.is_open:
+            return session
+        with self._lock:
+            if self._is_closed:
+                raise Unavailable(f"the client of {self.name} is closed")
+            if self._session is not None and self._session.is_open:
+                return self._session
+            now = time.monotonic()
+            if now < self._retry_at:
+                raise Unavailable(f"{self.name} can't be reached, and is tried again in {self._retry_at - now:.1f} s: {self._failure}")
+            self._drop_session()
+            try:
+                self._session = self._connect(deadline)
+            except (SessionClosed, DeadlineExceeded, SessionRefused) as error:
+                self._pause_s = min(max(2 * self._pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
+                self._retry_at = time.monotonic() + self._pause_s
+                self._failure = str(error)
+                raise Unavailable(f"{self.name} can't be reached: {error}") from error
+            self._pause_s = 0.0
+            return self._session
+
+    def _connect(self, deadline: float) -> InitiatorSession:
+        options = self._options
+        limit = min(options.connect_timeout_s, max(deadline - time.monotonic(), 0.001))
+        parameters = HelloParameters(
+            capabilities=int(Capability.STORE),
+            block_bytes=options.block_bytes,
+            quota=options.quota,
+            handle_count=max(options.quota, 1),
+            outstanding=options.outstanding,
+            inline_bytes=options.inline_bytes,
+            client_name=options.client_name,
+            trust_domain=options.trust_domain,
+        )
+        session = InitiatorSession.connect(self._fabric, *self._address, parameters, deadline_s=limit, secret=options.secret)
+        try:
+            if not session.target.capabilities & Capability.STORE:
+                raise SessionRefused(f"{self.name} is a KBTP target without a store: point the client at a `kbtp serve`")
+            space = self._space
+            session.set_namespace(space.tenant, space.namespace, deadline=time.monotonic() + limit, ttl_s=space.ttl_s).wait()
+        except KbtpError:
+            session.close(0.5)
+            raise
+        self._handles = _Handles(session.target.handle_base, min(session.target.handle_count, session.target.quota))
+        self._cache.clear()  # another session may be with another incarnation, whose generations mean nothing
+        return session
+
+    def _drop_session(self) -> None:
+        if self._session is not None:
+            _log.info("the session with %s has ended: %s", self.name, self._session.error)
+            self._session.close(0.1)
+            self._session = None
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        with self._lock:
+            self._is_closed = True
+            session, self._session = self._session, None
+            self._changed.notify_all()
+        if session is not None:
+            session.close(timeout_s)
+
+    @property
+    def block_bytes(self) -> int:
+        """The largest value of the session there is now, or 0."""
+        session = self._session
+        return 0 if session is None else session.target.block_bytes
+
+    # Reading ---------------------------------------------------------------------------------------------------------
+
+    def lengths(self, ids: Ids, deadline: float, *, touch: bool = False, promote: bool = False) -> NDArray[np.int64]:
+        """Octets of each value; 0 for what is not there or can't be asked."""
+        flags = int((LookupFlag.TOUCH if touch else LookupFlag.NONE) | (LookupFlag.PROMOTE if promote else LookupFlag.NONE))
+        status: NDArray[np.uint8] = np.full(len(ids), ItemStatus.UNAVAILABLE, np.uint8)
+        with _failing(status, self.name):
+            found = self.session(deadline).lookup(ids, self._space.tenant, deadline=deadline, flags=flags).wait().items
+            return np.where(found["tier"] == Tier.ABSENT, 0, found["data_length"]).astype(np.int64)
+        return np.zeros(len(ids), np.int64)
+
+    def get(self, ids: Ids, places: Places, deadline: float) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+        """Read values into their places; (ItemStatus, length) each. Where a value does not fit the length is what it would take."""
+        count = len(ids)
+        status: NDArray[np.uint8] = np.full(count, ItemStatus.UNAVAILABLE, np.uint8)
+        lengths: NDArray[np.int64] = np.zeros(count, np.int64)
+        handles: NDArray[np.uint64] = np.empty(count, np.uint64)
+        generations: NDArray[np.uint16] = np.empty(count, np.uint16)
+        is_known: NDArray[np.bool_] = np.empty(count, np.bool_)
+        with _failing(status, self.name):
+            session = self.session(deadline)
+            if self._cache.find(ids, handles, generations, is_known) == count:
+                self._load(session, slice(None), handles, generations, places, deadline, status, lengths)
+            else:
+                known, unknown = np.flatnonzero(is_known), np.flatnonzero(~is_known)
+                if len(known):
+                    self._load(session, known, handles[known], generations[known], places, deadline, status, lengths)
+                self._look_up_and_load(session, ids, unknown, places, deadline, status, lengths)
+            again = np.flatnonzero(is_known & (status == ItemStatus.MISSING))
+            if len(again):
+                self._cache.forget(np.ascontiguousarray(ids[again]))
+                self._look_up_and_load(session, ids, again, places, deadline, status, lengths)
+        too_large = np.flatnonzero((status == ItemStatus.TOO_LARGE) & (lengths == 0))
+        if len(too_large):
+            lengths[too_large] = self.lengths(np.ascontiguousarray(ids[too_large]), deadline)
+        return status, lengths
+
+    def _look_up_and_load(
+        self,
+        session: InitiatorSession,
+        ids: Ids,
+        at: NDArray[np.intp],
+        places: Places,
+        deadline: float,
+        status: NDArray[np.uint8],
+        lengths: NDArray[np.int64],
+    ) -> None:
+        """Of the values at `at`, of which nothing is known."""
+        wanted = np.ascontiguousarray(ids[at])
+        flags = int(LookupFlag.PROMOTE | LookupFlag.TOUCH)
+        found = session.lookup(wanted, self._space.tenant, deadline=deadline, flags=flags).wait().items
+        lengths[at] = found["data_length"]
+        is_loadable = (found["tier"] == Tier.RAM) | (found["tier"] == Tier.PROMOTING)
+        status[at] = np.where(found["tier"] == Tier.DISK, ItemStatus.NO_SPACE, ItemStatus.MISSING)
+        if not is_loadable.any():
+            return
+        handles, generations = found["handle"][is_loadable], found["generation"][is_loadable]
+        is_steady = found["tier"][is_loadable] == Tier.RAM
+        steady = np.ascontiguousarray(wanted[is_loadable][is_steady])
+        self._cache.keep(steady, np.ascontiguousarray(handles[is_steady]), np.ascontiguousarray(generations[is_steady]))
+        self._load(session, at[is_loadable], handles, generations, places, deadline, status, lengths)
+
+    def _load(
+        self,
+        session: InitiatorSession,
+        at: NDArray[np.intp] | slice,
+        handles: NDArray[np.uint64],
+        generations: NDArray[np.uint16],
+        places: Places,
+        deadline: float,
+        status: NDArray[np.uint8],
+        lengths: NDArray[np.int64],
+    ) -> None:
+        part = places.part(at)
+        loaded: NDArray[np.uint16] = np.full(len(part), NO_STATUS, np.uint16)
+        sizes: NDArray[np.uint32] = np.zeros(len(part), np.uint32)
+        batches = []
+        try:
+            for group, region, offsets, capacity in regions_of(session, part):
+                batch = session.load(handles[group], generations[group], region, offsets, capacity, deadline=deadline)
+                batches.append((group, region, batch))
+            for group, _, batch in batches:
+                batch.wait()
+                loaded[group], sizes[group] = batch.status, batch.data_length
+        finally:
+            for _, region, _ in batches:
+                region.close()
+            status[at] = item_statuses(loaded)
+            lengths[at] = np.where(loaded == Status.OK, sizes, lengths[at])
+
+    # Writing ---------------------------------------------------------------------------------------------------------
+
+    def put(self, ids: Ids, places: Places, deadline: float, *, durable: bool = False, pin: bool = False) -> NDArray[np.uint8]:
+        """Keep values; an ItemStatus each."""
+        status: NDArray[np.uint8] = np.full(len(ids), ItemStatus.UNAVAILABLE, np.uint8)
+        flags = int((PublishFlag.DURABLE if durable else PublishFlag.NONE) | (PublishFlag.PIN if pin else PublishFlag.NONE))
+        with _failing(status, self.name):
+            session = self.session(deadline)
+            totals = places.totals
+            fits = (totals > 0) & (totals <= session.target.block_bytes)
+            status[~fits] = ItemStatus.TOO_LARGE
+            left = np.flatnonzero(fits)
+            while len(left):
+                handles = self._take_handles(session, len(left), deadline)
+                now, left = left[: len(handles)], left[len(handles) :]
+                self._put(session, ids, now, handles, places, deadline, flags, status)
+        return status
+
+    def _put(
+        self,
+        session: InitiatorSession,
+        ids: Ids,
+        at: NDArray[np.intp],
+        handles: NDArray[np.uint64],
+        places: Places,
+        deadline: float,
+        flags: int,
+        status: NDArray[np.uint8],
+    ) -> None:
+        part = places.part(at)
+        crcs: NDArray[np.uint32] = np.empty(len(at), np.uint32)
+        _native.crc32c_each(np.ascontiguousarray(part.addresses), np.ascontiguousarray(part.lengths), part.addresses.shape[1], crcs)
+        stored: NDArray[np.uint16] = np.full(len(at), NO_STATUS, np.uint16)
+        published: NDArray[np.uint16] = np.full(len(at), NO_STATUS, np.uint16)
+        wanted = np.ascontiguousarray(ids[at])
+        batches: list[tuple[NDArray[np.intp] | slice, Region, Any]] = []
+        try:
+            for group, region, offsets, size in regions_of(session, part):
+                batch = session.alloc_store(handles[group], 0, region, offsets, size, deadline=deadline, flags=Flag.SEAL)
+                batches.append((group, region, batch))
+            answers = session.publish(wanted, self._space.tenant, handles, 0, crcs, deadline=deadline, flags=flags)
+            for group, _, batch in batches:
+                batch.wait()
+                stored[group] = batch.status
+            answers.wait()
+            published = answers.status
+            kept = np.flatnonzero(answers.is_kept)
+            self._cache.keep(
+                np.ascontiguousarray(wanted[kept]),
+                np.ascontiguousarray(answers.handle[kept]),
+                np.ascontiguousarray(answers.generation[kept]),
+            )
+        finally:
+            for _, region, _ in batches:
+                region.close()
+            is_settled = (published == Status.OK) | (published == Status.ALREADY_BOUND)
+            is_settled |= (stored != Status.OK) & (stored != NO_STATUS) & (stored != Status.ALREADY_BOUND) & (published != NO_STATUS)
+            self._give_back(session, handles, is_settled)
+            refused = (stored != Status.OK) & (stored != NO_STATUS)
+            status[at] = item_statuses(np.where(refused, stored, published))
+            status[at[refused & (stored == Status.ALREADY_BOUND)]] = ItemStatus.NO_SPACE
+
+    def _take_handles(self, session: InitiatorSession, wanted: int, deadline: float) -> NDArray[np.uint64]:
+        """One or more handles of the session, up to `wanted`; waits until there is one. Raises DeadlineExceeded, SessionClosed."""
+        while True:
+            with self._lock:
+                if self._session is not session:
+                    raise SessionClosed(f"the session with {self.name} has ended")
+                own = self._handles
+                if own.free:
+                    taken = own.free[-wanted:]
+                    del own.free[-wanted:]
+                    return np.array(taken, np.uint64)
+                doubtful, own.doubtful = own.doubtful, []
+                if (
+                    not doubtful
+                    and not self._changed.wait(max(0.0, min(deadline - time.monotonic(), 0.25)))
+                    and time.monotonic() >= deadline
+                ):
+                    raise DeadlineExceeded(f"no block of {self.name} came free in time; ask for more quota, or put less at once")
+            if doubtful:
+                self._free(session, doubtful, deadline)
+
+    def _give_back(self, session: InitiatorSession, handles: NDArray[np.uint64], is_settled: NDArray[np.bool_]) -> None:
+        with self._lock:
+            if self._session is session:
+                self._handles.free.extend(handles[is_settled].tolist())
+                self._handles.doubtful.extend(handles[~is_settled].tolist())
+                self._changed.notify_all()
+
+    def _free(self, session: InitiatorSession, handles: list[int], deadline: float) -> None:
+        """Free handles whose puts have no known end: the answer comes behind those of the puts."""
+        is_settled: NDArray[np.bool_] = np.zeros(len(handles), np.bool_)
+        try:
+            status = session.free(handles, 0, deadline=deadline).wait().status
+            is_settled = (status == Status.OK) | (status == Status.NOT_BOUND)
+        finally:
+            self._give_back(session, np.array(handles, np.uint64), is_settled)
+
+    # By id, without data -----------------------------------------------------------------------------------------------
+
+    def remove(self, ids: Ids, deadline: float) -> int:
+        """Forget values; how many there were. Raises Unavailable, SessionClosed, DeadlineExceeded."""
+        self._cache.forget(ids)
+        return self._count(self.session(deadline).remove(ids, self._space.tenant, deadline=deadline).wait())
+
+    def pin(self, ids: Ids, deadline: float, *, lease_ms: int, is_pinned: bool) -> NDArray[np.uint8]:
+        """Keep values from being evicted for so long, or let them go; an ItemStatus each."""
+        status: NDArray[np.uint8] = np.full(len(ids), ItemStatus.UNAVAILABLE, np.uint8)
+        with _failing(status, self.name):
+            session = self.session(deadline)
+            found = session.lookup(ids, self._space.tenant, deadline=deadline, flags=int(LookupFlag.PROMOTE)).wait().items
+            at = np.flatnonzero((found["tier"] == Tier.RAM) | (found["tier"] == Tier.PROMOTING))
+            status[:] = ItemStatus.MISSING
+            if len(at):
+                pins = session.pin(found["handle"][at], found["generation"][at], deadline=deadline, lease_ms=lease_ms, is_pinned=is_pinned)
+                status[at] = item_statuses(pins.wait().status)
+        return status
+
+    def remove_namespace(self, deadline: float) -> int:
+        """Forget all values of the client's namespace; how many there were."""
+        self._cache.clear()
+        space = self._space
+        return self._count(self.session(deadline).remove_namespace(space.tenant, space.namespace, deadline=deadline).wait())
+
+    def pages(self, deadline: float, *, namespace: int, limit: int = 4096) -> Iterator[NDArray[Any]]:
+        """What there is (keyed_batch.LISTED), page by page."""
+        cursor = 0
+        while True:
+            page = self.session(deadline).list_values(self._space.tenant, namespace, cursor, deadline=deadline, limit=limit).wait()
+            self._check(page.status)
+            yield page.items
+            cursor = page.cursor
+            if not cursor:
+                return
+
+    def _count(self, counted: Any) -> int:
+        self._check(counted.status)
+        return int(counted.count)
+
+    def _check(self, status: int) -> None:
+        if status == NO_STATUS:
+            raise SessionClosed(f"{self.name} did not answer")
+        if status != Status.OK:
+            raise KbtpError(f"{self.name} refuses that: {Status(status).name}")
+
+
+def regions_of(
+    session: InitiatorSession, places: Places
+) -> Iterator[tuple[NDArray[np.intp] | slice, Region, NDArray[np.int64] | int, NDArray[np.uint32] | int]]:
+    """Register the places; (which values, region, their offsets in it, their octets) for each group of equal values."""
+    pieces = places.addresses.shape[1]
+    if len(places) == 1 and pieces == 1:
+        yield slice(None), _register(session, places.addresses.reshape(-1), int(places.lengths[0, 0]), places.owner), 0, places.lengths[0]
+        return
+    lengths = places.lengths
+    if (lengths == lengths[0]).all():
+        groups: list[NDArray[np.intp] | slice] = [slice(None)]
+    else:
+        _, which = np.unique(lengths, axis=0, return_inverse=True)
+        which = which.reshape(-1)
+        groups = [np.flatnonzero(which == number) for number in range(int(which.max()) + 1)]
+    for group in groups:
+        addresses, sizes = places.addresses[group], lengths[group][0].astype(np.int64)
+        page = int(np.gcd.reduce(sizes))
+        total = int(sizes.sum())
+        if page == 0:
+            continue
+        if pieces > 1 and (sizes != page).any():
+            steps = [np.arange(0, size, page, dtype=np.uint64) for size in sizes.tolist()]
+            addresses = np.concatenate([addresses[:, [at]] + step for at, step in enumerate(steps)], axis=1)
+        region = _register(session, np.ascontiguousarray(addresses).reshape(-1), page, places.owner)
+        yield group, region, np.arange(len(addresses), dtype=np.int64) * total, total
+
+
+def _register(session: InitiatorSession, addresses: NDArray[np.uint64], page_bytes: int, owner: object) -> Region:
+    return session.register_pages(addresses, page_bytes, owner)
+
+
+class _failing:  # noqa: N801 - reads as a statement
+    """What ends a batch as a whole is the status of the items that have no other yet."""
+
+    def __init__(self, status: NDArray[np.uint8], name: str) -> None:
+        self._status = status
+        self._name = name
+
+    def __enter__(self) -> None:
+        """Nothing to do yet."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+        if isinstance(error, DeadlineExceeded):
+            self._status[self._status == ItemStatus.UNAVAILABLE] = ItemStatus.TIMED_OUT
+        elif isinstance(error, (Unavailable, SessionClosed)):
+            _log.debug("%s: %s", self._name, error)
+        return isinstance(error, (DeadlineExceeded, Unavailable, SessionClosed))
