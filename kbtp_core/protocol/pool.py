@@ -17,6 +17,9 @@ its slot still lists it.
 A *cache* may hold blocks beside the sessions (the keyed store does): at most those that are left when every session has its quota, so
 rule 2 holds for the sessions as before. Whoever grants a quota tells it first how many it may keep.
 
+Blocks can be *parked*: taken out of use, so that their memory serves somebody else, and back into use later. A parked block is in no ring
+and belongs to nobody, and is not counted in what may be promised.
+
 A LENT pool belongs to somebody else, such as an inference engine: no ring, no quota, and several handles may name one block.
 """
 
@@ -37,6 +40,7 @@ class BlockState(IntEnum):
     TAKEN = 1
     BOUND = 2
     DRAINING = 3
+    PARKED = 4
 
 
 class Allowance:
@@ -93,8 +97,14 @@ class BlockPool:
         self.ring = FreeRing([base_offset + i * block_bytes for i in range(self.block_count)], masked=masked)
         self._state = bytearray(self.block_count)  # a BlockState each
         self.cache: BlockCache | None = None
+        self._parked: list[int] = []
         self._allowances: dict[int, Allowance] = {}
         self._partitions: dict[int, Partition] = {}
+
+    @property
+    def live_count(self) -> int:
+        """Blocks that are in use or may be: all but the parked ones."""
+        return self.block_count - len(self._parked)
 
     @property
     def states(self) -> NDArray[np.uint8]:
@@ -108,8 +118,8 @@ class BlockPool:
     @property
     def quota_left(self) -> int:
         """Blocks that no session has been promised; beside a cache, which has half of the pool for itself, as many of the other half."""
-        share = self.block_count if self.cache is None else self.block_count // 2
-        return share - self._promised_count
+        share = self.live_count if self.cache is None else self.live_count // 2
+        return max(share - self._promised_count, 0)
 
     @property
     def _promised_count(self) -> int:
@@ -121,7 +131,7 @@ class BlockPool:
             raise ValueError(f"owner {owner} has a quota already")
         quota = min(wanted, self.quota_left)
         if self.cache is not None:
-            rest = self.block_count - self._promised_count - quota
+            rest = self.live_count - self._promised_count - quota
             quota -= self.cache.set_limit(rest) - rest
         self._allowances[owner] = Allowance(quota)
         return quota
@@ -163,7 +173,32 @@ class BlockPool:
         allowance = self._allowances.pop(owner)
         assert allowance.usage == 0, f"owner {owner} still owns {allowance.usage} blocks"
         if self.cache is not None:
-            self.cache.set_limit(self.block_count - self._promised_count)
+            self.cache.set_limit(self.live_count - self._promised_count)
+
+    def park(self, count: int) -> list[int]:
+        """FREE -> PARKED: up to `count` blocks that no session was promised and that the cache can let go of; their Block Offsets."""
+        limit = self.live_count - self._promised_count
+        count = min(count, limit)
+        if self.cache is not None:
+            count = limit - self.cache.set_limit(limit - count)
+        offsets: list[int] = []
+        while len(offsets) < count and (offset := self.ring.allocate()) is not None:
+            self._move(offset, BlockState.FREE, BlockState.PARKED)
+            offsets.append(offset)
+        self._parked += offsets
+        if self.cache is not None and len(offsets) < count:
+            self.cache.set_limit(self.live_count - self._promised_count)
+        return offsets
+
+    def unpark(self, count: int) -> int:
+        """PARKED -> FREE; returns how many blocks."""
+        offsets, self._parked = self._parked[:count], self._parked[count:]
+        for offset in offsets:
+            self._move(offset, BlockState.PARKED, BlockState.FREE)
+            self.ring.give_back(offset)
+        if self.cache is not None:
+            self.cache.set_limit(self.live_count - self._promised_count)
+        return len(offsets)
 
     def usage(self, owner: int) -> int:
         return self._allowances[owner].usage
@@ -232,11 +267,14 @@ class BlockPool:
             "the ring and the owner states differ"
         )
         assert sum(self.count(state) for state in BlockState) == self.block_count
-        owned = self.block_count - self.count(BlockState.FREE)
+        assert {self._index(offset) for offset in self._parked} == {
+            index for index, state in enumerate(self._state) if state == BlockState.PARKED
+        }
+        owned = self.live_count - self.count(BlockState.FREE)
         cached = 0 if self.cache is None else self.cache.used_count
         assert owned == cached + sum(allowance.usage for allowance in self._allowances.values()), "usage miscounted"
         assert all(0 <= allowance.usage <= allowance.quota for allowance in self._allowances.values()), "a quota is exceeded"
-        assert self.quota_left >= 0, "more blocks were promised than there are"
+        assert self._promised_count <= self.live_count, "more blocks were promised than there are"
 
     def _index(self, offset: int) -> int:
         index, rest = divmod(offset - self.base_offset, self.block_bytes)

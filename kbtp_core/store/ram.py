@@ -98,10 +98,12 @@ class RamStore:
     ) -> None:
         if not 0 < block_bytes <= ram_bytes // 2:
             raise ValueError(f"blocks of {block_bytes} octets in {ram_bytes} octets of RAM: a store needs room for two at least")
+        self.block_bytes: Final = block_bytes
         self.block_count: Final = ram_bytes // block_bytes
         self.options: Final = options
         self.wake: Callable[[], None] | None = None
-        self.memory: Final = _pages(self.block_count * block_bytes)
+        self._area: Final = _pages(self.block_count * block_bytes)
+        self.memory: Final[NDArray[np.uint8]] = np.frombuffer(self._area, np.uint8)
         self.pool: Final = BlockPool(block_bytes, self.memory)
         table = BlockTable(self.block_count + options.session_handles)
         self.target: Final = Target(
@@ -139,6 +141,36 @@ class RamStore:
     def pool_region(self, pd: ProtectionDomain) -> Region:
         """For `TargetServer`: the pool's memory in a connection's protection domain."""
         return pd.register(self.memory, Access.LOCAL_WRITE)
+
+    # store.budget.Pool -------------------------------------------------------------------------------------------------------
+
+    @property
+    def live_bytes(self) -> int:
+        """Octets of the blocks that are in use or may be."""
+        return self.pool.live_count * self.block_bytes
+
+    @property
+    def missed_count(self) -> int:
+        """Values that were evicted or refused for want of memory, ever."""
+        stats = self.native.stats()
+        return stats["evicted"] + stats["refused_full"]
+
+    def park(self, count: int) -> int:
+        """Take up to `count` blocks out of use and give their memory back to the system; returns how many."""
+        offsets = self.pool.park(count)
+        starts = sorted(offsets)
+        while starts and hasattr(mmap, "MADV_DONTNEED"):
+            first = last = starts.pop()
+            while starts and starts[-1] == first - self.block_bytes:
+                first = starts.pop()
+            begin, end = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE, (last + self.block_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+            if begin < end:
+                self._area.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+        return len(offsets)
+
+    def unpark(self, count: int) -> int:
+        """Put up to `count` parked blocks to use again; returns how many."""
+        return self.pool.unpark(count)
 
     # protocol.pool.BlockCache --------------------------------------------------------------------------------------------
 
@@ -213,10 +245,10 @@ class RamStore:
         self.native.check_integrity()
 
 
-def _pages(size: int) -> NDArray[np.uint8]:
+def _pages(size: int) -> mmap.mmap:
     """Zeroed memory that starts at a page, so that a disk can read into it directly."""
     area = mmap.mmap(-1, size)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without huge pages
             area.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(area, np.uint8)
+    return area
