@@ -89,5 +89,5 @@ def docs(session: nox.Session) -> None:
 
 
 def native_files() -> list[str]:
-    folders = (Path("kbtp_core/native"), Path("tests/fuzz"), Path("tests/native"))
+    folders = (Path("kbtp_core/native"), Path("kbtp_core/native/store"), Path("tests/fuzz"), Path("tests/native"))
     return [str(path) for folder in folders for path in sorted(folder.iterdir()) if path.suffix in {".cpp", ".hpp"}]

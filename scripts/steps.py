@@ -62,7 +62,7 @@ class Steps:
         What compiles it is installed too and stays where it is, so that only what changed is compiled again.
         """
         self.pip("what compiles KBTP", ["scikit-build-core>=0.11", "nanobind>=2.7", "cmake>=3.26", "ninja"])
-        native = [path for path in sorted((ROOT / "kbtp_core" / "native").glob("*")) if path.suffix in {".cpp", ".hpp", ".h"}]
+        native = [path for path in sorted((ROOT / "kbtp_core" / "native").rglob("*")) if path.suffix in {".cpp", ".hpp", ".h"}]
         build_folder = ROOT / "build" / hashlib.sha256(sys.prefix.encode()).hexdigest()[:12]
         self.pip(
             "kbtp from this checkout (compiles the software RNIC)",

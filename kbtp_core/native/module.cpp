@@ -389,6 +389,7 @@ NB_MODULE(_native, m) {
     bind_keyed(m);
     bind_queue_pair(m);
     bind_device(m);
+    bind_slab(m);
     m.def(
         "open_device",
         [](u32 mulpdu, const std::string& congestion, u32 first_atomic_id, const std::vector<u32>& stags, bool crc, bool peer_to_peer,

@@ -8,5 +8,6 @@ namespace kbtp {
 void bind_client(nanobind::module_& m);
 void bind_identity(nanobind::module_& m);
 void bind_keyed(nanobind::module_& m);
+void bind_slab(nanobind::module_& m);  // store/module_slab.cpp
 
 }  // namespace kbtp

@@ -1,0 +1,206 @@
+#include "slab_disk.hpp"
+
+#include <algorithm>
+#include <cerrno>
+#include <system_error>
+
+#include "../crc32c.hpp"
+
+namespace kbtp::store {
+namespace {
+
+constexpr u32 kChunk = u32{1} << 20;  // octets that a thread moves at a time
+constexpr u32 kReadErrorsMost = 16;   // in a row; a single bad sector does not take the disk out of service
+
+constexpr u32 round_up(u32 n) { return (n + (kUnit - 1)) & ~(kUnit - 1); }
+
+// Runs `use` on the caller's memory; ETIMEDOUT if the caller went away.
+template <class Use>
+int touching(IoBatch& batch, Use&& use) {
+    if (!batch.touch()) return ETIMEDOUT;
+    use();
+    batch.let_go();
+    return 0;
+}
+
+// `octets` stand at `at` of the value: the checksum goes on over them, and what lies in [begin, end) is copied.
+void take_octets(Transfer& t, const u8* octets, u32 at, u32 size) {
+    const u32 first = std::clamp(t.begin, at, at + size), last = std::clamp(t.end, first, at + size);
+    if (t.is_whole) t.crc = crc32c_extend(t.crc, octets, first - at);
+    t.crc = crc32c_copy(t.crc, t.address + (first - t.begin), octets + (first - at), last - first);
+    if (t.is_whole) t.crc = crc32c_extend(t.crc, octets + (last - at), at + size - last);
+}
+
+int read_one(const DiskFile& file, Transfer& t, IoBatch& batch, Bounce& bounce) {
+    const u32 begin = t.is_whole ? 0 : t.begin & ~(kUnit - 1), end = t.is_whole ? t.length : t.end;
+    u8* room = bounce.room(std::min(kChunk, round_up(end - begin)));
+    for (u32 at = begin; at < end; at += kChunk) {
+        const u32 size = std::min(kChunk, end - at);
+        if (const int error = file.read(FaultPoint::payload_read, room, round_up(size), t.payload + at)) return error;
+        const u32 skipped = t.is_whole || at >= t.begin ? 0 : t.begin - at;  // the part begins inside a unit
+        const int error = touching(batch, [&] { take_octets(t, room + skipped, at + skipped, size - skipped); });
+        if (error) return error;
+    }
+    crc32c_copy_fence();
+    return 0;
+}
+
+int write_one(const DiskFile& file, const Transfer& t, IoBatch& batch, Bounce& bounce) {
+    u32 at = 0;
+    if (reinterpret_cast<std::uintptr_t>(t.address) % kUnit == 0) {
+        at = t.length & ~(kUnit - 1);  // whole units go from where they are
+        if (at > 0)
+            if (const int error = file.write(FaultPoint::payload_write, t.address, at, t.payload)) return error;
+    }
+    for (; at < t.length; at += kChunk) {
+        const u32 size = std::min(kChunk, t.length - at), padded = round_up(size);
+        u8* room = bounce.room(padded);
+        const int gone = touching(batch, [&] { std::memcpy(room, t.address + at, size); });
+        if (gone) return gone;
+        std::memset(room + size, 0, padded - size);
+        if (const int error = file.write(FaultPoint::payload_write, room, padded, t.payload + at)) return error;
+    }
+    return 0;
+}
+
+// The ends of runs of things that stand side by side in a sorted list: calls each(first, last).
+template <class List, class At, class Each>
+int each_run(const List& list, At&& at, Each&& each) {
+    for (std::size_t first = 0; first < list.size();) {
+        std::size_t last = first + 1;
+        while (last < list.size() && at(list[last]) == at(list[last - 1]) + kRecord) ++last;
+        if (const int error = each(first, last)) return error;
+        first = last;
+    }
+    return 0;
+}
+
+}  // namespace
+
+void SlabDisk::degrade(const std::string& why) {
+    const std::lock_guard guard(why_mutex_);
+    if (is_degraded_.exchange(true)) return;
+    why_ = folder_ + ": " + why + "; what is on this disk is a miss until the store is opened again";
+}
+
+std::string SlabDisk::why() const {
+    const std::lock_guard guard(why_mutex_);
+    return why_;
+}
+
+void SlabDisk::count_read_error() {
+    if (read_errors_.fetch_add(1) + 1 >= kReadErrorsMost) degrade(std::to_string(kReadErrorsMost) + " reads in a row failed");
+}
+
+// What writes say: a full disk is the caller's to deal with, all else ends the disk's service.
+int SlabDisk::settle(int error, const char* what) {
+    if (error == ETIMEDOUT) hangs_ = true;
+    if (error == ETIMEDOUT) degrade(std::string(what) + ": the disk does not answer");
+    if (error != 0 && error != ENOSPC) degrade(std::string(what) + ": " + std::generic_category().message(error));
+    return error;
+}
+
+int SlabDisk::on_pool(std::function<int()> work) {
+    const auto error = std::make_shared<int>(0);
+    const bool done = pool_.run(1, [error, work = std::move(work)](u32, IoBatch&, Bounce&) { *error = work(); });
+    return done ? *error : ETIMEDOUT;
+}
+
+int SlabDisk::read(const Transfers& transfers) {
+    if (is_degraded()) return EIO;
+    const auto files = files_;
+    const auto count = static_cast<u32>(transfers->size());
+    const bool done = pool_.run(count, [files, transfers](u32 index, IoBatch& batch, Bounce& bounce) {
+        Transfer& t = (*transfers)[index];
+        t.error = read_one(files->extents, t, batch, bounce);
+    });
+    return settle(done ? 0 : ETIMEDOUT, "reading values");
+}
+
+int SlabDisk::write(const Transfers& transfers) {
+    if (is_degraded()) return EIO;
+    const auto files = files_;
+    const auto count = static_cast<u32>(transfers->size());
+    const bool done = pool_.run(count, [files, transfers](u32 index, IoBatch& batch, Bounce& bounce) {
+        Transfer& t = (*transfers)[index];
+        t.error = write_one(files->extents, t, batch, bounce);
+    });
+    if (!done) return settle(ETIMEDOUT, "writing values");
+    for (const Transfer& t : *transfers) settle(t.error, "writing values");
+    return is_degraded() ? EIO : 0;
+}
+
+int SlabDisk::write_records(std::vector<PlacedRecord> records) {
+    if (is_degraded()) return EIO;
+    std::sort(records.begin(), records.end(), [](const PlacedRecord& a, const PlacedRecord& b) { return a.at < b.at; });
+    const int error = on_pool([files = files_, records = std::move(records)] {
+        std::vector<u8> octets;
+        return each_run(
+            records, [](const PlacedRecord& r) { return r.at; },
+            [&](std::size_t first, std::size_t last) {
+                octets.clear();
+                for (std::size_t i = first; i < last; ++i) octets.insert(octets.end(), records[i].record.begin(), records[i].record.end());
+                return files->table.write(FaultPoint::record_write, octets.data(), octets.size(), records[first].at);
+            });
+    });
+    return settle(error, "writing records");
+}
+
+int SlabDisk::clear(std::vector<u64> records) {
+    if (is_degraded()) return EIO;
+    if (records.empty()) return 0;
+    std::sort(records.begin(), records.end());
+    const int error = on_pool([files = files_, records = std::move(records)] {
+        std::vector<u8> zeros;
+        return each_run(
+            records, [](u64 at) { return at; },
+            [&](std::size_t first, std::size_t last) {
+                zeros.assign((last - first) * kRecord, 0);
+                return files->table.write(FaultPoint::clear_write, zeros.data(), zeros.size(), records[first]);
+            });
+    });
+    if (error) return settle(error, "clearing records");
+    return sync_table(FaultPoint::clear_sync);
+}
+
+int SlabDisk::clear_part(u32 extent) {
+    if (is_degraded()) return EIO;
+    const u64 at = extent * geometry().part_bytes(), size = geometry().part_bytes();
+    const int error = on_pool([files = files_, at, size] {
+        const int error = files->table.punch(FaultPoint::clear_punch, at, size);
+        if (error != EOPNOTSUPP) return error;
+        const std::vector<u8> zeros(size);
+        return files->table.write(FaultPoint::clear_punch, zeros.data(), zeros.size(), at);
+    });
+    if (error) return settle(error, "clearing an extent's records");
+    return sync_table(FaultPoint::clear_sync);
+}
+
+int SlabDisk::sync_once(FaultPoint point) {
+    if (is_degraded()) return EIO;
+    const auto files = files_;
+    const int error = on_pool([files, point] { return (point == FaultPoint::payload_sync ? files->extents : files->table).sync(point); });
+    if (error == ETIMEDOUT) return settle(error, "syncing");
+    if (error) degrade("a sync failed: " + std::generic_category().message(error));  // what was lost is not known
+    return error;
+}
+
+int SlabDisk::GroupSync::run(SlabDisk& disk, FaultPoint point) {
+    std::unique_lock lock(mutex_);
+    const u64 needed = begun_count_ + 1;  // one that begins after this call
+    while (ended_count_ < needed) {
+        if (begun_count_ > ended_count_) {
+            ended_.wait(lock);  // the one that runs ends, for the pool's waits do
+            continue;
+        }
+        ++begun_count_;
+        lock.unlock();
+        disk.sync_once(point);
+        lock.lock();
+        ended_count_ = begun_count_;
+        ended_.notify_all();
+    }
+    return disk.is_degraded() ? EIO : 0;
+}
+
+}  // namespace kbtp::store
