@@ -25,12 +25,13 @@ UNLIMITED = 2**64 - 1
 class QuotaTable:
     """Limits and usage of tenants, shared by all engines of a node. Any thread."""
 
-    def __init__(self, path: Path | None = None) -> None:
-        """Without a file nothing is limited. Raises ConfigError for one that can't be read."""
+    def __init__(self, path: Path | None = None, default_limit: int = UNLIMITED) -> None:
+        """`default_limit` is for tenants that a file does not name, unless it has a line for `*`. Raises ConfigError for a file that can't
+        be read."""
         self.ledger = _native.TenantLedger()
         self._path = path
-        self.limits: dict[int, int] = {}
-        self.default_limit = UNLIMITED
+        self._usual_limit = default_limit
+        self.set({}, default_limit)
         if path is not None:
             self.reload()
 
@@ -42,11 +43,12 @@ class QuotaTable:
             text = self._path.read_text()
         except OSError as error:
             raise ConfigError(f"quota file {self._path}: {error.strerror}") from None
-        self.set(*parse_quotas(text, str(self._path)))
+        self.set(*parse_quotas(text, str(self._path), self._usual_limit))
 
     def set(self, limits: Mapping[int, int], default_limit: int = UNLIMITED) -> None:
         """Replace all limits: tenant ids to octets, and what holds for the others."""
-        self.limits, self.default_limit = dict(limits), default_limit
+        self.limits: dict[int, int] = dict(limits)
+        self.default_limit = default_limit
         self.ledger.set_limits(np.array(list(limits), np.uint64), np.array(list(limits.values()), np.uint64), default_limit)
 
     def limit(self, tenant: int) -> int:
@@ -63,10 +65,9 @@ class QuotaTable:
         return self.ledger.refused_count
 
 
-def parse_quotas(text: str, name: str = "quotas") -> tuple[dict[int, int], int]:
+def parse_quotas(text: str, name: str = "quotas", default_limit: int = UNLIMITED) -> tuple[dict[int, int], int]:
     """Limits by tenant id, and the default. Raises ConfigError naming the line."""
     limits: dict[int, int] = {}
-    default_limit = UNLIMITED
     for number, line in enumerate(text.splitlines(), 1):
         words = line.split("#", 1)[0].rsplit(maxsplit=1)
         if not words:

@@ -56,6 +56,14 @@ def test_a_tenant_over_a_new_limit_keeps_what_it_has_and_gets_no_more() -> None:
     assert table.ledger.charge(1, 100)
 
 
+def test_tenants_that_a_file_does_not_name_have_the_default_unless_the_file_says_otherwise(tmp_path: Path) -> None:
+    path = tmp_path / "quotas"
+    path.write_text("tenant-a 100\n")
+    assert QuotaTable(path, 50).limit(7) == QuotaTable(None, 50).limit(7) == 50
+    path.write_text("* 60\n")
+    assert QuotaTable(path, 50).limit(7) == 60
+
+
 def test_a_missing_quota_file_is_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"quota file .*none: No such file or directory"):
         QuotaTable(tmp_path / "none")
