@@ -13,6 +13,7 @@ Rules that every provider keeps:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
 from typing import Any, Protocol, runtime_checkable
@@ -356,6 +357,71 @@ class Requester(Protocol):
     @property
     def unsent_count(self) -> int:
         """LOADs that wait for credit."""
+
+
+FIRST_MESSAGE = 0x8000_0000
+"""Request IDs of a batch of messages are `sequence << 32 | FIRST_MESSAGE | index`."""
+
+PUT_RESULT = np.dtype([("handle", "u8"), ("stored", "u2"), ("status", "u2"), ("generation", "u2"), ("reserved", "u2")])
+"""What a put was answered, 16 octets, host byte order: ALLOC_STORE's status, PUBLISH's status, and where the store has the value.
+
+Status 0xFFFF: no answer came.
+"""
+
+
+class MessageRequests(Protocol):
+    """A batch of messages that a requester has taken."""
+
+    @property
+    def count(self) -> int: ...
+    @property
+    def failed_count(self) -> int:
+        """COMPLETIONs other than OK; for a batch whose LOADS completion was polled."""
+
+    def answers(self) -> list[bytes]:
+        """Copies of the answers so far, in the order of the messages; empty where none came."""
+
+    def abandon(self) -> None:
+        """See `LoadRequests.abandon`."""
+
+
+class PutRequests(MessageRequests, Protocol):
+    def results(self) -> Array:
+        """What the values were answered so far (dtype PUT_RESULT)."""
+
+
+@dataclass(frozen=True)
+class Puts:
+    """n values for a keyed store: ALLOC_STOREs into `handles`, and behind each `values_each` of them their PUBLISH.
+
+    Value i is the memory at `addresses[i]` (`lengths[i]` octets; both of shape (n,) or (n, pieces)), which the caller vouches for. Up to
+    `inline_bytes` it goes inside its message; a longer one is read by the target at `offsets[i]` of `stag`. All arrays are C-contiguous.
+    """
+
+    ids: NDArray[np.uint8]
+    tenant: int
+    handles: NDArray[np.uint64]
+    addresses: NDArray[np.uint64]
+    lengths: NDArray[np.uint32]
+    offsets: NDArray[np.uint64]
+    stag: int
+    flags: int
+    inline_bytes: int
+    values_each: int
+
+
+@runtime_checkable
+class RunsMessages(Protocol):
+    """A requester that sends other KBTP messages, too, and matches answers of any kind to them."""
+
+    def post_messages(self, sequence: int, messages: Sequence[bytes]) -> MessageRequests:
+        """Post messages whose Request IDs are as FIRST_MESSAGE says; they end in one LOADS completion. Raises QueuePairClosed."""
+
+    def post_puts(self, sequence: int, puts: Puts) -> PutRequests:
+        """Post values; their octets are copied before it returns, but for those that the target reads. Raises QueuePairClosed."""
+
+    def settle(self, answer: bytes) -> bool:
+        """Take an answer that came as RECEIVE; False if it is none to a message of a batch."""
 
 
 @runtime_checkable

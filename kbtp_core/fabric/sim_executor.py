@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kbtp_core.fabric.sim_pair import SimQp
     from kbtp_core.fabric.sim_queues import Item
 
-_LOAD, _READ_IT = 0, 1  # kinds of native work
+_LOAD, _READ_IT, _PARKED = 0, 1, 3  # kinds of native work
 _READ, _LOCAL_WRITE = int(Op.READ), int(Access.LOCAL_WRITE)
 
 
@@ -36,6 +36,7 @@ class SimRun:
         self._waiting: deque[_native.Work] = deque()  # stores that wait for their turn to read
         self._reading: dict[Work, int] = {}  # Reads under way -> table entry
         self._withheld: list[Item] = []
+        self._parked_count = 0  # messages that are answered when something has settled
         self.counts: Final = {"executed_loads": 0, "executed_stores": 0, "executed_frees": 0, "executed_keyed": 0}
 
     @property
@@ -50,7 +51,7 @@ class SimRun:
 
     def take(self, data: bytes, is_up: bool, receive_count: int) -> bool:
         """Whether a message is run here. Each one that is needs one of the receives that are posted until it is answered."""
-        if receive_count <= len(self._loads) + self.store_count:
+        if receive_count <= len(self._loads) + self.store_count + self._parked_count:
             return False
         work = self._session.take(data, is_up, self._pair.read_limit > 0)
         if work is None:
@@ -113,6 +114,9 @@ class SimRun:
             self._waiting.append(work)
             pair.ring()
             return
+        if work.kind == _PARKED:
+            self._parked_count += 1
+            return
         for name, is_one in zip(self.counts, (work.opcode == 3, work.opcode in (4, 5), work.opcode == 6, work.opcode >= 0x80), strict=True):
             self.counts[name] += is_one
         pair.sim.executed_count += work.opcode > 3
@@ -128,6 +132,9 @@ class SimRun:
         pair.launch(messages)
 
     def _settled(self) -> None:
+        while (work := self._session.unpark()) is not None:
+            self._parked_count -= 1
+            self._do(work)
         if self._withheld and not self._session.has_unsettled:
             for item in self._withheld:
                 self._pair.cq.push(item)

@@ -24,12 +24,14 @@ from kbtp_core import _native
 from kbtp_core.fabric.api import (
     COMPLETION,
     LOAD_RESULT,
+    PUT_RESULT,
     RECEIVE_REQUEST,
     WORK_REQUEST,
     Access,
     Array,
     FabricError,
     PoolState,
+    Puts,
     QueueFull,
     QueueLimits,
     QueuePairClosed,
@@ -155,11 +157,49 @@ class LoadRequests:
         return np.frombuffer(self._qp.load_results(self._native), LOAD_RESULT)
 
     def abandon(self) -> None:
-        self._qp.abandon_loads(self._native)
+        self._qp.abandon_batch(self._native)
+
+
+class MessageRequests:
+    """See `fabric.api.MessageRequests`."""
+
+    __slots__ = ("_native", "_qp")
+
+    def __init__(self, qp: _native.QueuePair, native: _native.MessageBatch) -> None:
+        self._qp = qp
+        self._native = native
+
+    @property
+    def count(self) -> int:
+        return self._native.count
+
+    @property
+    def failed_count(self) -> int:
+        return self._native.failed_count
+
+    def answers(self) -> list[bytes]:
+        return _native.answers(self._qp, self._native)
+
+    def abandon(self) -> None:
+        self._qp.abandon_batch(self._native)
+
+
+class PutRequests(MessageRequests):
+    """See `fabric.api.PutRequests`."""
+
+    __slots__ = ("_value_count", "_values_each")
+
+    def __init__(self, qp: _native.QueuePair, native: _native.MessageBatch, value_count: int, values_each: int) -> None:
+        super().__init__(qp, native)
+        self._value_count = value_count
+        self._values_each = values_each
+
+    def results(self) -> Array:
+        return np.frombuffer(_native.put_results(self._qp, self._native, self._value_count, self._values_each), PUT_RESULT)
 
 
 class Requester:
-    """See `fabric.api.Requester`."""
+    """See `fabric.api.Requester` and `RunsMessages`."""
 
     def __init__(self, qp: _native.QueuePair) -> None:
         self._qp = qp
@@ -187,6 +227,35 @@ class Requester:
     @property
     def unsent_count(self) -> int:
         return self._qp.unsent_loads()
+
+    def post_messages(self, sequence: int, messages: Sequence[bytes]) -> MessageRequests:
+        lengths = np.fromiter(map(len, messages), np.uint32, len(messages))
+        return MessageRequests(self._qp, self._posted(_native.post_messages(self._qp, sequence, b"".join(messages), lengths)))
+
+    def post_puts(self, sequence: int, puts: Puts) -> PutRequests:
+        native = _native.post_puts(
+            self._qp,
+            sequence,
+            puts.tenant,
+            puts.flags,
+            puts.inline_bytes,
+            puts.values_each,
+            puts.ids,
+            puts.handles,
+            puts.addresses,
+            puts.lengths,
+            puts.stag,
+            puts.offsets,
+        )
+        return PutRequests(self._qp, self._posted(native), len(puts.handles), puts.values_each)
+
+    def settle(self, answer: bytes) -> bool:
+        return _native.settle(self._qp, answer)
+
+    def _posted(self, native: _native.MessageBatch | None) -> _native.MessageBatch:
+        if native is None:
+            raise QueuePairClosed(f"the queue pair to {self._qp.peer} has ended: nothing was posted")
+        return native
 
 
 class QueuePair:

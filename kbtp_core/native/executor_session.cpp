@@ -10,7 +10,7 @@ bool accepts(const Request& r, const Entry& e) { return r.generation == 0 || r.g
 }  // namespace
 
 std::optional<Work> ExecutorSession::take(std::span<const u8> message, bool is_up, bool may_read) {
-    if (!unsettled_.empty())
+    if (has_unsettled())
         if (auto answer = duplicate(message)) return answer;
     if (is_up || executor_->is_stopped()) return {};
     if (grant_ && grant_->keyed && message.size() >= kHeader && message[1] >= keyed_opcode::lookup) return keyed(message);
@@ -28,7 +28,7 @@ std::optional<Work> ExecutorSession::take(std::span<const u8> message, bool is_u
     }
 }
 
-// Rule 3. The software target could not tell: it has not heard of that store.
+// Rule 4. The software target could not tell: it has not heard of that store.
 std::optional<Work> ExecutorSession::duplicate(std::span<const u8> message) const {
     const bool is_plain = message.size() >= kHeader && message[1] >= opcode::load && message[1] <= opcode::bind;
     const bool is_keyed = message.size() >= kHeader && grant_ && grant_->keyed && message[1] >= keyed_opcode::lookup;
@@ -43,20 +43,49 @@ std::optional<Work> ExecutorSession::duplicate(std::span<const u8> message) cons
     return work;
 }
 
-// Rule 1 for all the handles that a PUBLISH names.
-std::optional<Work> ExecutorSession::keyed(std::span<const u8> message) const {
-    const auto may_name = [this](u64 handle) {
-        const auto index = executor_->index_of(handle);
-        return !index || !unsettled_.contains(*index);
-    };
-    auto answer = answer_keyed(*grant_->keyed, *grant_, message, may_name);
+std::optional<Work> ExecutorSession::keyed(std::span<const u8> message) {
+    const KeyedSession& session = *grant_->keyed;
+    if (message[1] == keyed_opcode::publish) {
+        const auto named = named_handles(message, *grant_);
+        bool is_early = false;
+        for (const u64 handle : named) {
+            const auto index = executor_->index_of(handle);
+            is_early = is_early || (index && is_unsettled(*index));
+        }
+        if (is_early) {
+            // Only the software target waits for the disk.
+            if (!session.store->may_park(load_be<u64>(&message[24]), load_be<u32>(&message[32])) || executor_->clears_at_length())
+                return {};
+            parked_.emplace_back(message.begin(), message.end());
+            store_ids_.insert(load_be<u64>(&message[4]));
+            for (const u64 handle : named)
+                if (const auto index = executor_->index_of(handle)) parked_entries_.insert(*index);
+            return Work{.kind = Work::Kind::parked, .opcode = message[1]};
+        }
+    }
+    auto answer = answer_keyed(session, *grant_, message);
     if (!answer) return {};
     return Work{.kind = Work::Kind::answer, .opcode = message[1], .octets = std::make_shared<const std::vector<u8>>(std::move(*answer))};
 }
 
+std::optional<Work> ExecutorSession::unpark() {
+    if (parked_.empty()) return {};
+    const std::vector<u8>& message = parked_.front();
+    const auto named = named_handles(message, *grant_);
+    for (const u64 handle : named)
+        if (const auto index = executor_->index_of(handle); index && unsettled_.contains(*index)) return {};
+    for (const u64 handle : named)
+        if (const auto index = executor_->index_of(handle)) parked_entries_.erase(parked_entries_.find(*index));
+    store_ids_.erase(load_be<u64>(&message[4]));
+    auto octets = std::make_shared<const std::vector<u8>>(answer_late_publish(*grant_->keyed, *grant_, message));
+    const u8 opcode = message[1];
+    parked_.pop_front();
+    return Work{.kind = Work::Kind::answer, .opcode = opcode, .octets = std::move(octets)};
+}
+
 std::optional<Work> ExecutorSession::load(const Request& r) {
     const auto index = executor_->index_of(r.handle);
-    if (!index || unsettled_.contains(*index)) return {};
+    if (!index || is_unsettled(*index)) return {};
     const Entry entry = executor_->entry(*index);
     if (!entry.is_valid() || !accepts(r, entry) || (!entry.is_sealed() && !r.allows_unsealed())) return {};
     if (entry.length == 0 || entry.length > r.length || entry.length > executor_->block_bytes()) return {};
@@ -84,7 +113,7 @@ void ExecutorSession::load_sent(u64 entry, bool is_snapshot) {
 
 std::optional<Work> ExecutorSession::store(const Request& r, bool may_read) {
     const auto index = executor_->index_of(r.handle);
-    if (!index || !is_own(r.handle) || unsettled_.contains(*index)) return {};
+    if (!index || !is_own(r.handle) || is_unsettled(*index)) return {};
     const Entry entry = executor_->entry(*index);
     if (!entry.is_valid() || entry.is_sealed() || !accepts(r, entry) || !has_size(r)) return {};
     // A load that the software target has answered may still wait for its turn to send what the block holds now.
@@ -96,7 +125,7 @@ std::optional<Work> ExecutorSession::store(const Request& r, bool may_read) {
 
 std::optional<Work> ExecutorSession::alloc_store(const Request& r, bool may_read) {
     const auto index = executor_->index_of(r.handle);
-    if (!index || !is_own(r.handle) || unsettled_.contains(*index)) return {};
+    if (!index || !is_own(r.handle) || is_unsettled(*index)) return {};
     const Entry entry = executor_->entry(*index);
     if (entry.is_valid() || !executor_->is_idle(*index) || !accepts(r, entry) || !has_size(r)) return {};
     if (r.is_inline() ? r.inlined.size() > grant_->inline_bytes : !may_read) return {};
@@ -107,7 +136,7 @@ std::optional<Work> ExecutorSession::alloc_store(const Request& r, bool may_read
 
 std::optional<Work> ExecutorSession::free(const Request& r) {
     const auto index = executor_->index_of(r.handle);
-    if (!index || !is_own(r.handle) || unsettled_.contains(*index) || executor_->clears_at_length()) return {};
+    if (!index || !is_own(r.handle) || is_unsettled(*index) || executor_->clears_at_length()) return {};
     const Entry entry = executor_->entry(*index);
     if (!entry.is_valid() || !accepts(r, entry) || !executor_->free(*grant_, *index)) return {};
     return Work{.kind = Work::Kind::answer, .opcode = opcode::free, .answer = encode_answer(r, executor_->entry(*index), false)};
@@ -151,6 +180,8 @@ void ExecutorSession::give_up() {
         if (unsettled.store && unsettled.store->opcode == opcode::alloc_store) executor_->untake(*grant_, index, unsettled.block_offset);
     unsettled_.clear();
     store_ids_.clear();
+    parked_.clear();
+    parked_entries_.clear();
 }
 
 }  // namespace kbtp

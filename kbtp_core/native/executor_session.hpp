@@ -6,11 +6,13 @@
 // 1. Nothing is run here for a handle that has an unsettled operation.
 // 2. What is not run here while operations are unsettled reaches the software target only once all of them have settled; and what comes
 //    behind it goes the same way, for nothing is run here while the software target has unanswered messages of the session.
-// 3. A request with the Request ID of an unsettled store is malformed and not run.
+// 3. A PUBLISH that names handles of stores under way is parked until they have settled. Until then its handles count as unsettled, too.
+// 4. A request with the Request ID of an unsettled store, or of a parked PUBLISH, is malformed and not run.
 //
 // One caller at a time.
 #pragma once
 
+#include <deque>
 #include <unordered_map>
 #include <unordered_set>
 
@@ -23,6 +25,7 @@ struct Work {
         load,    // RDMA Write [block_offset, + length) of the pool to (stag, offset), then send `answer`; `load_sent` when it has left
         read,    // RDMA Read (stag, offset, length) into the pool at block_offset; then `store_arrived`
         answer,  // send `answer`
+        parked,  // nothing yet: `unpark` will have the answer
     } kind;
     u8 opcode = 0;  // of the request; 0 if it was refused
     u64 entry = 0, block_offset = 0;
@@ -51,12 +54,14 @@ class ExecutorSession {
     void load_sent(u64 entry, bool is_snapshot);
     // The data of a store is in its block: what to answer.
     Work store_arrived(u64 entry);
+    // After something has settled, until it returns nothing: a PUBLISH that waited for nothing else.
+    std::optional<Work> unpark();
     // The connection is gone and touches no memory any more.
     void give_up();
 
-    bool has_unsettled() const { return !unsettled_.empty(); }
+    bool has_unsettled() const { return !unsettled_.empty() || !parked_.empty(); }
     // Stores whose data has not come yet.
-    u64 stores_under_way() const { return store_ids_.size(); }
+    u64 stores_under_way() const { return store_ids_.size() - parked_.size(); }
 
   private:
     struct Unsettled {
@@ -68,7 +73,8 @@ class ExecutorSession {
     std::optional<Work> store(const Request& request, bool may_read);
     std::optional<Work> alloc_store(const Request& request, bool may_read);
     std::optional<Work> free(const Request& request);
-    std::optional<Work> keyed(std::span<const u8> message) const;
+    std::optional<Work> keyed(std::span<const u8> message);
+    bool is_unsettled(u64 index) const { return unsettled_.contains(index) || parked_entries_.contains(index); }
     std::optional<Work> duplicate(std::span<const u8> message) const;
     Work read(const Request& request, u64 index, u64 block_offset);
     Work finish(const Request& request, u64 index, u64 block_offset);
@@ -79,7 +85,9 @@ class ExecutorSession {
     const std::optional<StoreGrant> grant_;
     const u64 pool_bytes_;
     std::unordered_map<u64, Unsettled> unsettled_;  // by table entry
-    std::unordered_set<u64> store_ids_;             // Request IDs of the stores among them
+    std::unordered_set<u64> store_ids_;             // Request IDs of the stores among them, and of what is parked
+    std::deque<std::vector<u8>> parked_;            // PUBLISHes, in the order sent
+    std::unordered_multiset<u64> parked_entries_;   // that they name
 };
 
 }  // namespace kbtp

@@ -41,28 +41,49 @@ std::optional<std::vector<u8>> answer_lookup(KeyedStore& store, std::span<const 
     return out;
 }
 
-std::optional<std::vector<u8>> answer_publish(const KeyedSession& session, const StoreGrant& grant, std::span<const u8> m,
-                                              const std::function<bool(u64)>& may_name) {
-    if (m.size() < 40) return {};
-    const u64 tenant = load_be<u64>(&m[24]);
-    const u32 flags = load_be<u32>(&m[32]), count = load_be<u32>(&m[36]);
-    if (flags & ~publish_flag::known || m.size() != 40 + kPublishItem * u64{count}) return {};
-    std::vector<PublishItem> items(count);
-    decode_publish_items(m.subspan(40), items);
-    for (const PublishItem& item : items)
-        if (!may_name(item.handle)) return {};
-    std::vector<PublishResult> results(count, PublishResult{kNoHandle, status::undecided, 0, 0});
-    if (!session.store->publish_now(grant, session.space, tenant, flags, items, results.data())) return {};
-    auto out = answer_head(m, keyed_opcode::publish_result, kHeader + 4 + kPublishResult * count);
-    store_be<u32>(&out[24], count);
+struct Publish {
+    u64 tenant;
+    u32 flags;
+    std::vector<PublishItem> items;
+};
+
+std::optional<Publish> parse_publish(std::span<const u8> m, const StoreGrant& grant) {
+    if (m.size() < 40 || m.size() > u64{grant.inline_bytes} + kMessageSpare || load_be<u16>(&m[2]) != 0) return {};
+    Publish publish{load_be<u64>(&m[24]), load_be<u32>(&m[32]), {}};
+    const u32 count = load_be<u32>(&m[36]);
+    if (publish.flags & ~publish_flag::known || m.size() != 40 + kPublishItem * u64{count}) return {};
+    publish.items.resize(count);
+    const u8* at = m.data() + 40;
+    for (PublishItem& item : publish.items) {
+        std::copy_n(at, kId, item.id.begin());
+        item.handle = load_be<u64>(at + 16);
+        item.generation = load_be<u16>(at + 24);
+        item.crc = load_be<u32>(at + 28);
+        item.flags = 0;
+        at += kPublishItem;
+    }
+    return publish;
+}
+
+std::vector<u8> encode_published(std::span<const u8> m, std::span<const PublishResult> results) {
+    auto out = answer_head(m, keyed_opcode::publish_result, kHeader + 4 + kPublishResult * results.size());
+    store_be<u32>(&out[24], static_cast<u32>(results.size()));
     u8* at = out.data() + kHeader + 4;
     for (const PublishResult& result : results) {
-        store_be<u16>(at, result.status);
+        store_be<u16>(at, result.status >= status::is_committing ? status::busy : result.status);
         store_be<u16>(at + 2, result.generation);
         store_be<u64>(at + 4, result.handle);
         at += kPublishResult;
     }
     return out;
+}
+
+std::optional<std::vector<u8>> answer_publish(const KeyedSession& session, const StoreGrant& grant, std::span<const u8> m) {
+    const auto publish = parse_publish(m, grant);
+    if (!publish) return {};
+    std::vector<PublishResult> results(publish->items.size(), PublishResult{kNoHandle, status::undecided, 0, 0});
+    if (!session.store->publish_now(grant, session.space, publish->tenant, publish->flags, publish->items, results.data())) return {};
+    return encode_published(m, results);
 }
 
 std::optional<std::vector<u8>> answer_remove(KeyedStore& store, std::span<const u8> m) {
@@ -78,19 +99,22 @@ std::optional<std::vector<u8>> answer_remove(KeyedStore& store, std::span<const 
 
 }  // namespace
 
-void decode_publish_items(std::span<const u8> octets, std::span<PublishItem> out) {
-    for (std::size_t i = 0; i < out.size(); ++i) {
-        const u8* at = &octets[kPublishItem * i];
-        std::copy_n(at, kId, out[i].id.begin());
-        out[i].handle = load_be<u64>(at + 16);
-        out[i].generation = load_be<u16>(at + 24);
-        out[i].crc = load_be<u32>(at + 28);
-        out[i].is_copied = 0;
-    }
+std::vector<u64> named_handles(std::span<const u8> message, const StoreGrant& grant) {
+    const auto publish = parse_publish(message, grant);
+    std::vector<u64> handles;
+    if (publish)
+        for (const PublishItem& item : publish->items) handles.push_back(item.handle);
+    return handles;
 }
 
-std::optional<std::vector<u8>> answer_keyed(const KeyedSession& session, const StoreGrant& grant, std::span<const u8> message,
-                                            const std::function<bool(u64 handle)>& may_name) {
+std::vector<u8> answer_late_publish(const KeyedSession& session, const StoreGrant& grant, std::span<const u8> message) {
+    const Publish publish = *parse_publish(message, grant);
+    std::vector<PublishResult> results(publish.items.size(), PublishResult{kNoHandle, status::undecided, 0, 0});
+    session.store->publish(grant, session.space, publish.tenant, publish.flags, publish.items, results.data());
+    return encode_published(message, results);
+}
+
+std::optional<std::vector<u8>> answer_keyed(const KeyedSession& session, const StoreGrant& grant, std::span<const u8> message) {
     if (message.size() < kHeader || message.size() > u64{grant.inline_bytes} + kMessageSpare || message[0] != 1 ||
         load_be<u16>(&message[2]) != 0)
         return {};
@@ -98,7 +122,7 @@ std::optional<std::vector<u8>> answer_keyed(const KeyedSession& session, const S
         case keyed_opcode::lookup:
             return answer_lookup(*session.store, message);
         case keyed_opcode::publish:
-            return answer_publish(session, grant, message, may_name);
+            return answer_publish(session, grant, message);
         case keyed_opcode::remove:
             return answer_remove(*session.store, message);
         default:

@@ -1,8 +1,6 @@
 // The keyed messages of one session that need no interpreter: LOOKUP, PUBLISH and REMOVE, as octets (protocol/keyed.py has them all).
 #pragma once
 
-#include <functional>
-
 #include "keyed_store.hpp"
 
 namespace kbtp {
@@ -17,12 +15,12 @@ struct KeyedSession {
     Space space;
 };
 
-// The handles that a PUBLISH names are looked at before anything is done: `may_name(index)` says whether that one may be taken now.
 // Nothing: the message is for the software target, and nothing has happened.
-std::optional<std::vector<u8>> answer_keyed(const KeyedSession& session, const StoreGrant& grant, std::span<const u8> message,
-                                            const std::function<bool(u64 handle)>& may_name);
+std::optional<std::vector<u8>> answer_keyed(const KeyedSession& session, const StoreGrant& grant, std::span<const u8> message);
 
-// The items of a PUBLISH, from the wire.
-void decode_publish_items(std::span<const u8> octets, std::span<PublishItem> out);
+// The handles that a PUBLISH names; none if it is not well-formed.
+std::vector<u64> named_handles(std::span<const u8> message, const StoreGrant& grant);
+// A well-formed PUBLISH that waited for its stores: an item that would have to wait longer is BUSY.
+std::vector<u8> answer_late_publish(const KeyedSession& session, const StoreGrant& grant, std::span<const u8> message);
 
 }  // namespace kbtp

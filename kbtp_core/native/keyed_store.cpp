@@ -221,10 +221,11 @@ PublishResult KeyedStore::decide(const StoreGrant& grant, const Space& space, u6
         if (values_[winner].flags & kCommitting) return refused(status::is_committing);
         return lost(grant, index, winner, item, is_claimed);
     }
-    if (backing_ && !is_fenced(key) && backing_->length_of(key)) return lost(grant, index, KeyedIndex<KeyOf>::kNone, item, is_claimed);
+    const bool is_on_disk = !is_fenced(key) && (item.is_on_disk() || (backing_ && backing_->length_of(key)));
+    if (is_on_disk) return lost(grant, index, KeyedIndex<KeyOf>::kNone, item, is_claimed);
     if (const u16 full = make_room(tenant, entry.length); full != status::ok) return refused(full);
     u64 block_offset = entry.block_offset;
-    if (item.is_copied) {
+    if (item.is_copied()) {
         const auto copy = executor_->allocate();
         if (!copy) return refused(status::no_space);
         block_offset = *copy;
@@ -250,7 +251,7 @@ PublishResult KeyedStore::decide(const StoreGrant& grant, const Space& space, u6
 // The key has a value: that one stays, and the block goes back to the ring.
 PublishResult KeyedStore::lost(const StoreGrant& grant, u64 index, u32 winner, const PublishItem& item, bool is_claimed) {
     PublishResult result{kNoHandle, status::already_bound, 0, 0};
-    if (!item.is_copied) {
+    if (!item.is_copied()) {
         if (!is_claimed && !executor_->claim(index)) return {kNoHandle, status::is_read, 0, 0};
         executor_->free_claimed(grant, index);
     }
@@ -289,6 +290,11 @@ u64 KeyedStore::limit_of(u64 tenant) const {
 // A tenant with a limit hears of it from the disk tier, which counts what it has there.
 bool KeyedStore::waits_for_disk(u64 tenant, u32 flags) const {
     return flags & publish_flag::durable || options_.writes_around || options_.acks_on_disk || limit_of(tenant) != ~u64{0};
+}
+
+bool KeyedStore::may_park(u64 tenant, u32 flags) const {
+    std::lock_guard lock(mutex_);
+    return !has_disk() || (backing_ && !waits_for_disk(tenant, flags));
 }
 
 // Room for one more block of `length` octets of this tenant, by eviction if need be; or why there is none.

@@ -30,7 +30,8 @@ namespace kbtp {
 
 // Statuses of the protocol that this decides (protocol/constants.py), and three that never leave the target.
 namespace status {
-inline constexpr u16 ok = 0, malformed = 1, not_permitted = 3, not_bound = 4, already_bound = 5, not_sealed = 6, stale = 8, no_space = 10;
+inline constexpr u16 ok = 0, malformed = 1, not_permitted = 3, not_bound = 4, already_bound = 5, not_sealed = 6, stale = 8, no_space = 10,
+                     busy = 14;
 inline constexpr u16 undecided = 0xffff;
 inline constexpr u16 is_read = 0xfffe;        // the block is being read: try again
 inline constexpr u16 is_committing = 0xfffd;  // the id's first writer waits for the disk: try again
@@ -62,7 +63,12 @@ struct PublishItem {
     u64 handle;
     u32 crc;
     u16 generation;
-    u16 is_copied;  // its writer can write to it later: copy the block, and leave the entry to the caller
+    u16 flags;
+
+    // Its writer can write to it later: copy the block, and leave the entry to the caller.
+    bool is_copied() const { return flags & 1; }
+    // The caller has asked the disk, which has the id.
+    bool is_on_disk() const { return flags & 2; }
 };
 static_assert(sizeof(PublishItem) == 32);
 
@@ -186,6 +192,8 @@ class KeyedStore {
     // As `publish`, all items or, with nothing changed, none: false if one can't be decided at once.
     bool publish_now(const StoreGrant& grant, const Space& space, u64 tenant, u32 flags, std::span<const PublishItem> items,
                      PublishResult* out);
+    // Whether a PUBLISH may wait for its stores without the software target: its answer does not wait for the disk.
+    bool may_park(u64 tenant, u32 flags) const;
     // Hide these ids, and with `fence` keep them off the disk until `unfence`.
     u64 remove(u64 tenant, std::span<const u8> ids, bool fence, u8* was_there);
     void unfence(u64 tenant, std::span<const u8> ids);

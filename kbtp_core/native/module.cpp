@@ -172,6 +172,7 @@ void bind_executor(nb::module_& m) {
                         bool may_read) { return s.take({static_cast<const u8*>(message.data()), message.size()}, is_up, may_read); })
         .def("load_sent", &ExecutorSession::load_sent)
         .def("store_arrived", &ExecutorSession::store_arrived)
+        .def("unpark", &ExecutorSession::unpark)
         .def("give_up", &ExecutorSession::give_up)
         .def_prop_ro("has_unsettled", &ExecutorSession::has_unsettled);
 
@@ -240,13 +241,16 @@ nb::object post_loads(QueuePair& q, u32 sequence, nb::handle handles, nb::handle
         std::vector<LoadRequest> requests(h.size());
         for (std::size_t i = 0; i < h.size(); ++i) requests[i] = {h[i], o[i], l[i], g[i]};
         batch = std::make_shared<LoadBatch>(sequence, stag, flags, std::move(requests));
-        posted = q.post_loads(batch);
+        posted = q.post_batch(batch);
     }
     return posted == QueuePair::Posted::ok ? nb::cast(batch) : nb::none();
 }
 
 void bind_queue_pair(nb::module_& m) {
-    nb::class_<LoadBatch>(m, "LoadBatch").def_prop_ro("count", &LoadBatch::count).def_prop_ro("failed_count", &LoadBatch::failed);
+    nb::class_<RequestBatch>(m, "RequestBatch")
+        .def_prop_ro("count", &RequestBatch::count)
+        .def_prop_ro("failed_count", &RequestBatch::failed);
+    nb::class_<LoadBatch, RequestBatch>(m, "LoadBatch");
 
     nb::class_<QueuePair>(m, "QueuePair")
         .def_prop_ro("number", &QueuePair::number)
@@ -270,10 +274,10 @@ void bind_queue_pair(nb::module_& m) {
         .def("reading", &QueuePair::reading)
         .def("enable_loads", &QueuePair::enable_loads)
         .def("post_loads", &post_loads)
-        .def("abandon_loads", &QueuePair::abandon_loads, nb::call_guard<nb::gil_scoped_release>())
+        .def("abandon_batch", &QueuePair::abandon_batch, nb::call_guard<nb::gil_scoped_release>())
         .def("load_results",
              [](QueuePair& q, const LoadBatch& batch) {
-                 const auto results = q.load_results(batch);
+                 const auto results = q.read_batch([&] { return batch.results(); });
                  return nb::bytes(results.data(), results.size() * sizeof(LoadResult));
              })
         .def("unsent_loads", &QueuePair::unsent_loads)
@@ -388,6 +392,7 @@ NB_MODULE(_native, m) {
     bind_executor(m);
     bind_keyed(m);
     bind_queue_pair(m);
+    bind_messages(m);
     bind_device(m);
     bind_slab(m);
     m.def(

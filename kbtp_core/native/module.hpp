@@ -9,5 +9,6 @@ void bind_client(nanobind::module_& m);
 void bind_identity(nanobind::module_& m);
 void bind_keyed(nanobind::module_& m);
 void bind_slab(nanobind::module_& m);  // store/module_slab.cpp
+void bind_messages(nanobind::module_& m);
 
 }  // namespace kbtp

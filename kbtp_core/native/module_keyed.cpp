@@ -1,12 +1,14 @@
 // The Python face of the keyed store: as thin as it can be. Arrays cross as plain buffers (store/ram.py gives their dtypes), and no
 // call holds the GIL while it works.
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include "module.hpp"
 #include "python_arrays.hpp"
+#include "store/slab.hpp"
 
 namespace nb = nanobind;
 
@@ -75,9 +77,33 @@ nb::dict stats(const KeyedStore& store) {
     return d;
 }
 
+// What slab engines have: the values of a store are on one of them each.
+class SlabIndex : public BackingIndex {
+  public:
+    explicit SlabIndex(std::vector<std::shared_ptr<store::Slab>> slabs) : slabs_(std::move(slabs)) {}
+    u32 length_of(const ValueKey& key) override {
+        std::array<u8, 24> octets;
+        store_be<u64>(octets.data(), key.tenant);
+        std::copy(key.id.begin(), key.id.end(), octets.begin() + 8);
+        u32 length = 0;
+        for (const auto& slab : slabs_) {
+            slab->lookup(octets.data(), {&length, 1});
+            if (length) break;
+        }
+        return length;
+    }
+
+  private:
+    const std::vector<std::shared_ptr<store::Slab>> slabs_;
+};
+
 void bind_store(nb::module_& m) {
     nb::class_<KeyedStore>(m, "KeyedStore")
         .def("set_limit", &KeyedStore::set_limit, nb::call_guard<nb::gil_scoped_release>())
+        .def("ask_slabs",
+             [](KeyedStore& store, std::vector<std::shared_ptr<store::Slab>> slabs) {
+                 store.set_backing(std::make_shared<SlabIndex>(std::move(slabs)));
+             })
         .def("set_limit_of_tenant", &KeyedStore::set_limit_of_tenant)
         .def("set_default_limit", &KeyedStore::set_default_limit)
         .def("set_now", &KeyedStore::set_now)

@@ -27,6 +27,11 @@ u64 run_atomic(u8* address, const wire::AtomicRequest& r) {
     }
 }
 
+std::span<const u8> untagged_payload(const u8* frame) {
+    constexpr u32 head = wire::kLengthField + wire::kUntaggedHeader;
+    return {frame + head, load_be<u16>(frame) - std::size_t{wire::kUntaggedHeader}};
+}
+
 }  // namespace
 
 void QueuePair::deliver_send(const wire::Segment& s, const u8* payload) {
@@ -151,18 +156,17 @@ void QueuePair::on_terminate(const u8* payload, u32 n) {
     end(code.packed(), completion_flag::remote, Status::ok);
 }
 
-// Whether a Send can be an answer to a LOAD of the requester. Its CRC was good.
+// Whether a Send can be an answer to a request of the requester. Its CRC was good.
 bool QueuePair::may_be_answer(const wire::Segment& s, const u8* payload, u32 n) const {
-    if (!has_requester_ || n != LoadBatch::kAnswer || s.tagged || !s.last || s.offset != 0 || inbound_ || s.msn != expected_send_msn_)
-        return false;
+    if (!has_requester_ || s.tagged || !s.last || s.offset != 0 || inbound_ || s.msn != expected_send_msn_) return false;
     if (check_kind(s) || (s.opcode != wire::opcode::send && s.opcode != wire::opcode::send_se)) return false;
-    return LoadBatch::is_completion(std::span<const u8, LoadBatch::kAnswer>(payload, LoadBatch::kAnswer));
+    return RequestBatch::may_answer({payload, n});
 }
 
 // The LOAD that this answers wants no data any more.
-void QueuePair::forget_foretold(const u8* payload) {
-    const std::span<const u8, LoadBatch::kAnswer> answer(payload, LoadBatch::kAnswer);
-    const u32 sequence = LoadBatch::sequence_of(answer), index = LoadBatch::index_of(answer);
+void QueuePair::forget_foretold(std::span<const u8> answer) {
+    if (RequestBatch::is_message(answer)) return;
+    const u32 sequence = RequestBatch::sequence_of(answer), index = RequestBatch::index_of(answer);
     for (int look = 0; look < 2; ++look, foretell())
         for (std::size_t i = 0; i < foretold_.size(); ++i)  // the oldest, usually; a target may answer in any order
             if (foretold_[i].sequence == sequence && foretold_[i].index == index)
@@ -188,36 +192,53 @@ void QueuePair::settle_answers() {
     for (std::size_t i = 0; i < answers_.size(); ++i) {
         {
             std::lock_guard lock(tx_mutex_);
-            while (i < answers_.size() && take_answer(answers_[i] + wire::kLengthField + wire::kUntaggedHeader)) ++i;
+            while (i < answers_.size() && take_answer(untagged_payload(answers_[i]))) ++i;
         }
         if (i < answers_.size() && is_open() && state_.load() != State::terminating) hand_up(answers_[i]);
     }
     answers_.clear();
 }
 
-// An answer to no LOAD of the requester is a message like any other.
+// An answer to no request of the requester is a message like any other.
 void QueuePair::hand_up(const u8* frame) {
     frame_ = frame;
     frame_ulpdu_ = load_be<u16>(frame);
     const wire::Segment segment = wire::decode_segment(frame + wire::kLengthField);
-    const u8* payload = frame + wire::kLengthField + wire::kUntaggedHeader;
-    const auto at = admit(segment, LoadBatch::kAnswer);
-    if (at && place(segment, *at, payload, LoadBatch::kAnswer)) placed(segment, payload, LoadBatch::kAnswer);
+    const auto payload = untagged_payload(frame);
+    const u32 n = static_cast<u32>(payload.size());
+    const auto at = admit(segment, n);
+    if (at && place(segment, *at, payload.data(), n)) placed(segment, payload.data(), n);
 }
 
 // With tx_mutex_ held. The receive buffer that the answer would have used stays posted. False: it answers nothing that was asked.
-bool QueuePair::take_answer(const u8* payload) {
-    const std::span<const u8, LoadBatch::kAnswer> answer(payload, LoadBatch::kAnswer);
-    const auto found = loads_.find(LoadBatch::sequence_of(answer));
+bool QueuePair::take_answer(std::span<const u8> answer) {
+    const auto found = loads_.find(RequestBatch::sequence_of(answer));
     if (found == loads_.end() || !found->second->settle(answer)) return false;
     ++expected_send_msn_;
     ++stats_.messages_received;
-    --loads_outstanding_;
     replies_waiting_ = replies_waiting_ || !load_queue_.empty();
-    if (found->second->is_done()) {
-        if (!found->second->is_abandoned()) push_later({found->first, number_, Op::loads, Status::ok, 0, 0, 0, 0});
-        loads_.erase(found);
+    if (answered(found->second)) push_later({found->first, number_, Op::loads, Status::ok, 0, 0, 0, 0});
+    if (found->second->is_done()) loads_.erase(found);
+    return true;
+}
+
+// With tx_mutex_ held: one request of the batch is answered. Whether that is to be reported, for it was the last.
+bool QueuePair::answered(const std::shared_ptr<RequestBatch>& batch) {
+    --loads_outstanding_;
+    return batch->is_done() && !batch->is_abandoned();
+}
+
+bool QueuePair::settle(std::span<const u8> answer) {
+    std::lock_guard lock(tx_mutex_);
+    if (!RequestBatch::may_answer(answer)) return false;
+    const auto found = loads_.find(RequestBatch::sequence_of(answer));
+    if (found == loads_.end() || !found->second->settle(answer)) return false;
+    if (answered(found->second)) {
+        const Completion done{found->first, number_, Op::loads, Status::ok, 0, 0, 0, 0};
+        cq_->push({&done, 1});
     }
+    if (found->second->is_done()) loads_.erase(found);
+    if (!write_armed_) pump_and_arm(0);
     return true;
 }
 
@@ -245,6 +266,7 @@ bool QueuePair::execute(const wire::Segment& s, const u8* payload, u32 n) {
 // With tx_mutex_ held.
 void QueuePair::execute(const Work& work) {
     replies_waiting_ = true;
+    if (work.kind == Work::Kind::parked) return;
     if (work.kind == Work::Kind::read) return stores_.push_back(work);
     if (work.kind == Work::Kind::load) {
         ++stats_.executed_loads;
@@ -276,6 +298,7 @@ void QueuePair::execute(const Work& work) {
 
 // With tx_mutex_ held: an operation of the executor has settled. Once all have, the software target hears of what came behind them.
 void QueuePair::settled() {
+    while (const auto unparked = executor_->unpark()) execute(*unparked);
     if (executor_->has_unsettled() || withheld_.empty()) return;
     cq_->push(withheld_);
     withheld_.clear();

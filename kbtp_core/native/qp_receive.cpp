@@ -151,6 +151,8 @@ bool QueuePair::start_direct(u32 ulpdu, std::size_t available) {
     const wire::Segment segment = wire::decode_segment(frame + wire::kLengthField);
     const u32 header = segment.header_size(), payload = ulpdu - header;
     if (check_kind(segment) || !goes_as_foretold(segment, payload)) return false;
+    // An executor and a requester look at messages whole.
+    if ((has_executor_ || has_requester_) && !segment.tagged) return false;
     settle_answers();
     Placement at;
     std::optional<wire::TerminateCode> wrong;
@@ -229,7 +231,7 @@ void QueuePair::take_frame(const u8* frame, u32 ulpdu) {
     }
     if (may_be_answer(segment, payload, n)) {
         ++expected_send_msn_;
-        forget_foretold(payload);
+        forget_foretold({payload, n});
         return answers_.push_back(frame);
     }
     settle_answers();

@@ -85,7 +85,7 @@ void QueuePair::enable_loads(u32 credits) {
     has_requester_ = true;
 }
 
-QueuePair::Posted QueuePair::post_loads(std::shared_ptr<LoadBatch> batch) {
+QueuePair::Posted QueuePair::post_batch(std::shared_ptr<RequestBatch> batch) {
     std::lock_guard lock(tx_mutex_);
     const State s = state_.load();
     if (s == State::idle || s >= State::closing || broken_ || finishing_) return Posted::closed;
@@ -95,16 +95,11 @@ QueuePair::Posted QueuePair::post_loads(std::shared_ptr<LoadBatch> batch) {
     return Posted::ok;
 }
 
-void QueuePair::abandon_loads(const std::shared_ptr<LoadBatch>& batch) {
+void QueuePair::abandon_batch(const std::shared_ptr<RequestBatch>& batch) {
     std::lock_guard lock(tx_mutex_);
     std::erase(load_queue_, batch);
     batch->abandon();
     if (batch->is_done()) loads_.erase(batch->sequence());
-}
-
-std::vector<LoadResult> QueuePair::load_results(const LoadBatch& batch) {
-    std::lock_guard lock(tx_mutex_);
-    return batch.results();
 }
 
 u64 QueuePair::unsent_loads() {
@@ -237,12 +232,16 @@ bool QueuePair::take_load() {
     Message m;
     m.header.opcode = wire::opcode::send;
     m.header.msn = send_msn_++;
-    m.length = LoadBatch::kRequest;
+    static_assert(RequestBatch::kLongest == sizeof m.inline_data);
+    Outgoing next = load_queue_.front()->take_next(m.inline_data.data());
+    m.length = next.length;
+    m.octets = std::move(next.octets);
+    m.source_offset = next.at;
     m.owner = Owner::load_request;
-    expected_writes_.push_back(load_queue_.front()->encode_next(m.inline_data.data()));
+    if (next.write) expected_writes_.push_back(std::move(*next.write));
     if (!load_queue_.front()->has_unsent()) load_queue_.pop_front();
     ++loads_outstanding_;
-    current_ = m;
+    current_ = std::move(m);
     return true;
 }
 

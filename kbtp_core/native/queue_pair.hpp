@@ -62,12 +62,19 @@ class QueuePair : public Pollable, public Drivable, public std::enable_shared_fr
     // Table entries whose blocks native LOADs of this pair still read.
     std::vector<u64> reading();
     void attach_executor(std::shared_ptr<Executor> executor, RegionPtr pool, std::optional<StoreGrant> grant);
-    // LOADs that the requester sends; `credits` is how many may be outstanding at once. A batch ends in one completion.
+    // Requests that the requester sends; `credits` is how many may be outstanding at once. A batch ends in one completion.
     void enable_loads(u32 credits);
-    Posted post_loads(std::shared_ptr<LoadBatch> batch);
-    void abandon_loads(const std::shared_ptr<LoadBatch>& batch);
-    std::vector<LoadResult> load_results(const LoadBatch& batch);
+    Posted post_batch(std::shared_ptr<RequestBatch> batch);
+    void abandon_batch(const std::shared_ptr<RequestBatch>& batch);
+    // What a batch of this pair has by now.
+    template <class Read>
+    auto read_batch(Read&& read) {
+        std::lock_guard lock(tx_mutex_);
+        return read();
+    }
     u64 unsent_loads();
+    // An answer that came in several segments, and so went up; false if it answers nothing that a batch asked.
+    bool settle(std::span<const u8> answer);
     void close(double timeout_s);
     void abort();
     // As `abort`, but when it returns nothing of this pair touches memory any more, nor its executor's state.
@@ -225,11 +232,12 @@ class QueuePair : public Pollable, public Drivable, public std::enable_shared_fr
     void on_atomic_response(const wire::Segment& segment, const u8* payload);
     void on_terminate(const u8* payload, u32 n);
     bool may_be_answer(const wire::Segment& segment, const u8* payload, u32 n) const;
-    void forget_foretold(const u8* payload);
+    void forget_foretold(std::span<const u8> answer);
     void foretell();
     void settle_answers();
     void hand_up(const u8* frame);
-    bool take_answer(const u8* payload);
+    bool take_answer(std::span<const u8> answer);
+    bool answered(const std::shared_ptr<RequestBatch>& batch);
     bool execute(const wire::Segment& segment, const u8* payload, u32 n);
     void execute(const Work& work);
     void settled();
@@ -291,9 +299,9 @@ class QueuePair : public Pollable, public Drivable, public std::enable_shared_fr
     bool reading_ = true;
     bool driven_ = false;  // a thread that waits asks the socket for octets, not the device
     QueuePairStats stats_;
-    bool request_stalls_ = false, store_stalls_ = false;  // the next one waits for ORD, and is counted
-    std::deque<std::shared_ptr<LoadBatch>> load_queue_;   // batches with requests not sent yet
-    std::unordered_map<u32, std::shared_ptr<LoadBatch>> loads_;
+    bool request_stalls_ = false, store_stalls_ = false;    // the next one waits for ORD, and is counted
+    std::deque<std::shared_ptr<RequestBatch>> load_queue_;  // batches with requests not sent yet
+    std::unordered_map<u32, std::shared_ptr<RequestBatch>> loads_;
     Fifo<ExpectedWrite> expected_writes_;  // of outstanding LOADs, in the order they were sent
     u32 load_credits_ = 0, loads_outstanding_ = 0;
     std::optional<ExecutorSession> executor_;

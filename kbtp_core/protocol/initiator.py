@@ -174,6 +174,12 @@ class Initiator:
         """Raise what ended the session unless it is ready."""
         self._expect(_READY)
 
+    def expect_store(self) -> None:
+        """Raise what ended the session unless it is ready, or ValueError if the target did not grant STORE."""
+        self._expect(_READY)
+        if self.ack is None or not self.ack.capabilities & _STORE:
+            raise ValueError(f"{self.peer} did not grant STORE: ask for it in HELLO, of a target that has a keyed store")
+
     # Requests --------------------------------------------------------------------------------------------------------
 
     def load(
@@ -244,9 +250,7 @@ class Initiator:
 
     def ask(self, encode: Encode) -> KeyedBatch:
         """Queue keyed messages. Raises ValueError if the target did not grant STORE."""
-        self._expect(_READY)
-        if self.ack is None or not self.ack.capabilities & _STORE:
-            raise ValueError(f"{self.peer} did not grant STORE: ask for it in HELLO, of a target that has a keyed store")
+        self.expect_store()
         sequence = self._fresh_sequence()
         batch = KeyedBatch(sequence, encode(sequence << 32))
         self._queue(batch)

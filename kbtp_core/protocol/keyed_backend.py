@@ -25,8 +25,12 @@ COMMITTING: Final = 0xFFFD
 
 FOUND: Final = np.dtype([("handle", "u8"), ("data_length", "u4"), ("generation", "u2"), ("tier", "u1"), ("flags", "u1")])
 """What a lookup found, 16 octets an id."""
-ADOPTION: Final = np.dtype([("id", "u1", ID_BYTES), ("handle", "u8"), ("crc", "u4"), ("generation", "u2"), ("is_copied", "u2")])
-"""One block to adopt, 32 octets. `is_copied`: its writer may write to it later, so the store takes a copy, and the caller frees it."""
+ADOPTION: Final = np.dtype([("id", "u1", ID_BYTES), ("handle", "u8"), ("crc", "u4"), ("generation", "u2"), ("flags", "u2")])
+"""One block to adopt, 32 octets."""
+IS_COPIED: Final = 1
+"""In an ADOPTION's flags: its writer may write to it later, so the store takes a copy, and the caller frees it."""
+IS_ON_DISK: Final = 2
+"""In an ADOPTION's flags: the disk has a value of this id. The store's own business."""
 ADOPTED: Final = np.dtype([("handle", "u8"), ("status", "u2"), ("generation", "u2"), ("is_committing", "u4")])
 """What became of it, 16 octets; UNDECIDED before. `is_committing`: `tick` will have the result of the disk."""
 SETTLED: Final = np.dtype([("index", "u8"), ("generation", "u2"), ("status", "u2"), ("is_promotion", "u4")])

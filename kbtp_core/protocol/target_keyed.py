@@ -20,7 +20,17 @@ from kbtp_core.errors import Malformed
 from kbtp_core.protocol import keyed
 from kbtp_core.protocol.constants import HEADER_BYTES, VERSION, Capability, Status
 from kbtp_core.protocol.effects import Effect, Send, Write
-from kbtp_core.protocol.keyed_backend import ADOPTED, ADOPTION, BEING_READ, COMMITTING, UNDECIDED, Deferred, KeyedBackend, KeyedPeer
+from kbtp_core.protocol.keyed_backend import (
+    ADOPTED,
+    ADOPTION,
+    BEING_READ,
+    COMMITTING,
+    IS_COPIED,
+    UNDECIDED,
+    Deferred,
+    KeyedBackend,
+    KeyedPeer,
+)
 from kbtp_core.protocol.target_operations import Loading
 from kbtp_core.protocol.target_operations import check_bound as _check_bound
 from kbtp_core.protocol.target_session import TargetSession, TargetState
@@ -182,7 +192,7 @@ class KeyedTargetSession(TargetSession):
         for name in ("id", "handle", "generation", "crc"):
             items[name] = request.items[name]
         found = [table.index_of(handle) for handle in request.items["handle"].tolist()]
-        items["is_copied"] = [index in self._target.confined for index in found]
+        items["flags"] = [IS_COPIED if index in self._target.confined else 0 for index in found]
         results = np.zeros(len(items), ADOPTED)
         results["status"] = UNDECIDED
         indexes = [index for index in found if index is not None]
@@ -230,7 +240,7 @@ class KeyedTargetSession(TargetSession):
 
     def _free_copied(self, publishing: _Publishing, was_undecided: NDArray[np.bool_]) -> None:
         """The store has copies of these, or doesn't want them: their blocks go back to the partition."""
-        taken = was_undecided & (publishing.items["is_copied"] != 0)
+        taken = was_undecided & (publishing.items["flags"] & IS_COPIED != 0)
         taken &= np.isin(publishing.results["status"], (Status.OK, Status.ALREADY_BOUND))
         for handle in publishing.items["handle"][taken].tolist():
             index = self._target.table.index_of(handle)

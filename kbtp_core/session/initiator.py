@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -19,12 +19,16 @@ from kbtp_core.fabric.api import Access, Fabric, FabricError, Op, PollsLoads, Re
 from kbtp_core.protocol.constants import Flag
 from kbtp_core.protocol.hello import HelloAck
 from kbtp_core.protocol.initiator import HelloParameters, InitiatorState
+from kbtp_core.protocol.keyed import Ids, PublishFlag
 from kbtp_core.protocol.keyed_batch import Encode
 from kbtp_core.session.direct import PendingDirect
 from kbtp_core.session.incarnation import process_incarnation
-from kbtp_core.session.initiator_core import InitiatorCore, PendingBatch
-from kbtp_core.session.keyed import Asked, KeyedCalls
+from kbtp_core.session.initiator_core import InitiatorCore
+from kbtp_core.session.keyed import Asked, KeyedCalls, PutBatch
 from kbtp_core.session.loads import PendingLoads
+from kbtp_core.session.messages import PendingMessages
+from kbtp_core.session.pending import PendingBatch
+from kbtp_core.session.puts import SplitPut, make_puts
 
 BUFFER_ACCESS = Access.LOCAL_WRITE | Access.REMOTE_WRITE | Access.REMOTE_READ
 """What a target needs of an initiator's buffer: to write loads into it and to read stores from it."""
@@ -32,6 +36,9 @@ BUFFER_ACCESS = Access.LOCAL_WRITE | Access.REMOTE_WRITE | Access.REMOTE_READ
 _LONGEST_WAIT_S = 0.25  # so that an interrupt is seen soon
 _DISCARD_TIMEOUT_S = 1.0
 _CLOSE_SHARE = 0.5  # of the time to close, how much outstanding requests may take
+
+
+AnyPending: TypeAlias = PendingBatch | PendingLoads | PendingMessages | PendingDirect | SplitPut
 
 
 class LoadBatch:
@@ -294,8 +301,29 @@ class InitiatorSession(KeyedCalls):
     def ask(self, encode: Encode, deadline: float) -> Asked:
         """Send keyed messages (`protocol.keyed_batch`); the calls of `KeyedCalls` make them."""
         with self._lock:
-            pending = self._core.ask(encode, deadline)
-        return Asked(LoadBatch(self, pending), lambda: pending.answers)
+            return Asked(self, self._core.ask(encode, deadline))
+
+    def put(
+        self,
+        ids: Ids,
+        tenant: int,
+        handles: NDArray[np.uint64],
+        addresses: NDArray[np.uint64],
+        lengths: NDArray[np.uint32],
+        *,
+        deadline: float,
+        region: Region | None = None,
+        offsets: ArrayLike = 0,
+        flags: int = PublishFlag.NONE,
+    ) -> PutBatch:
+        """See `KeyedCalls.put`."""
+        puts = make_puts(ids, tenant, handles, addresses, lengths, region, offsets, flags, self.target.inline_bytes)
+        with self._lock:
+            pending = self._core.put(puts, region, deadline)
+            if pending is not None:
+                return PutBatch(Asked(self, pending), pending.results)
+            split = SplitPut(self._core, puts, region, deadline)
+        return PutBatch(Asked(self, split), split.results)
 
     def load_direct(
         self,
@@ -354,7 +382,7 @@ class InitiatorSession(KeyedCalls):
                     return False
             return True
 
-    def await_batch(self, pending: PendingBatch | PendingLoads | PendingDirect) -> bool:
+    def await_batch(self, pending: AnyPending) -> bool:
         """Process until `pending` is done, or until its deadline; returns whether it is done."""
         with self._lock:
             while not pending.done:
@@ -384,10 +412,11 @@ class InitiatorSession(KeyedCalls):
             self._process()
         return True
 
-    def cancel(self, pending: PendingBatch | PendingLoads | PendingDirect) -> None:
+    def cancel(self, pending: AnyPending) -> None:
         """See `LoadBatch.cancel`."""
         with self._lock:
-            self._core.give_up(pending)
+            for part in pending.parts if isinstance(pending, SplitPut) else (pending,):
+                self._core.give_up(part)
             self._notify()
 
     def close(self, timeout_s: float = 2.0) -> None:

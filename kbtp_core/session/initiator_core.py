@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import heapq
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -19,18 +19,21 @@ from numpy.typing import ArrayLike, NDArray
 from kbtp_core.errors import DeadlineExceeded, KbtpError, SessionClosed
 from kbtp_core.fabric.api import (
     COMPLETION,
+    FIRST_MESSAGE,
     WORK_REQUEST,
     Array,
     CompletionQueue,
     CompletionStatus,
     Fabric,
     Op,
+    Puts,
     QueueLimits,
     QueuePair,
     QueuePairClosed,
     Region,
     Requester,
     RunsLoads,
+    RunsMessages,
     WrFlag,
 )
 from kbtp_core.protocol.constants import (
@@ -44,16 +47,17 @@ from kbtp_core.protocol.constants import (
     Capability,
     Flag,
     Opcode,
-    Status,
 )
 from kbtp_core.protocol.direct import DirectAllocator, DirectLoad, DirectStore
 from kbtp_core.protocol.hello import HelloAck
 from kbtp_core.protocol.initiator import HelloParameters, Initiator, InitiatorState
 from kbtp_core.protocol.initiator_batch import Batch
 from kbtp_core.protocol.keyed import is_keyed, message_limit
-from kbtp_core.protocol.keyed_batch import Encode, KeyedBatch
+from kbtp_core.protocol.keyed_batch import Encode
 from kbtp_core.session.direct import DIRECT_DEPTH, DIRECT_ID, DirectOperations, PendingDirect
 from kbtp_core.session.loads import PendingLoads
+from kbtp_core.session.messages import PendingMessages, PendingPuts
+from kbtp_core.session.pending import PendingBatch
 from kbtp_core.session.records import RecordSlots
 from kbtp_core.session.slots import ReceiveRows, SendRows
 
@@ -74,59 +78,7 @@ _RECEIVED_WORD: Final = int(
 _GREETINGS: Final = 2  # a HELLO_ACK, and a GOODBYE that may follow at once
 
 
-class PendingBatch:
-    """n requests under way, and their results as arrays of shape (n,); NO_STATUS where there is no answer.
-
-    `error` is why the batch as a whole has failed, or None; a request's own failure is only in `status`.
-    """
-
-    def __init__(self, batch: Batch, region: Region | None, deadline: float) -> None:
-        self.count = batch.count
-        self.deadline = deadline
-        self.error: KbtpError | None = None
-        self.done = False
-        self.region = region
-        self.batch = batch
-        self._results: tuple[NDArray[np.uint16], NDArray[np.uint16], NDArray[np.uint32], NDArray[np.uint64]] | None = None
-        self._checksum: NDArray[np.uint32] | None = None
-
-    @property
-    def status(self) -> NDArray[np.uint16]:
-        return self.batch.status if self._results is None else self._results[0]
-
-    @property
-    def generation(self) -> NDArray[np.uint16]:
-        return self.batch.generation if self._results is None else self._results[1]
-
-    @property
-    def data_length(self) -> NDArray[np.uint32]:
-        return self.batch.data_length if self._results is None else self._results[2]
-
-    @property
-    def block_offset(self) -> NDArray[np.uint64]:
-        return self.batch.block_offset if self._results is None else self._results[3]
-
-    @property
-    def checksum(self) -> NDArray[np.uint32]:
-        return self.batch.checksum if self._checksum is None else self._checksum
-
-    @property
-    def answers(self) -> list[bytes]:
-        """Of keyed messages: the octets of the answer to each, empty where there is none."""
-        return list(self.batch.answers) if isinstance(self.batch, KeyedBatch) else []
-
-    @property
-    def ok(self) -> bool:
-        """Done, and every request was answered OK."""
-        return self.done and self.error is None and bool((self.status == Status.OK).all())
-
-    def finish(self, error: KbtpError | None) -> None:
-        """Done: results stay as they are now, whatever still arrives."""
-        batch = self.batch
-        self._results = (batch.status, batch.generation, batch.data_length, batch.block_offset)
-        self._checksum = batch.checksum
-        self.error = error
-        self.done = True
+_Elsewhere = TypeVar("_Elsewhere", PendingLoads, PendingMessages, PendingPuts)
 
 
 class InitiatorCore:
@@ -164,7 +116,8 @@ class InitiatorCore:
         self._records: RecordSlots | None = None
         self._pending: dict[int, PendingBatch] = {}
         self._requester: Requester | None = None
-        self._loads: dict[int, PendingLoads] = {}
+        self._messages: RunsMessages | None = None  # the same one, if it sends other messages, too
+        self._loads: dict[int, PendingLoads | PendingMessages] = {}
         self._deadlines: list[tuple[float, int]] = []  # heap of (deadline, batch sequence)
 
     # Session ---------------------------------------------------------------------------------------------------------
@@ -272,9 +225,45 @@ class InitiatorCore:
         self.flush()
         return pending
 
-    def ask(self, encode: Encode, deadline: float) -> PendingBatch:
+    def ask(self, encode: Encode, deadline: float) -> PendingBatch | PendingMessages:
         """Send keyed messages. Raises ValueError if the target did not grant STORE, SessionClosed."""
-        return self.submit(self.protocol.ask(encode), None, deadline)
+        if self._messages is None or self.protocol.has_unsent:
+            return self.submit(self.protocol.ask(encode), None, deadline)
+        self.protocol.expect_store()
+        sequence = self._draw_sequence()
+        messages = encode(sequence << 32 | FIRST_MESSAGE)
+        try:
+            return self._follow(PendingMessages(sequence, self._messages.post_messages(sequence, messages), None, deadline))
+        except QueuePairClosed:
+            raise self._ended() from None
+
+    def put(self, puts: Puts, region: Region | None, deadline: float) -> PendingPuts | None:
+        """Send values for a keyed store, in one go; None if this session can't. Raises as `ask` does."""
+        if self._messages is None or self.protocol.has_unsent:
+            return None
+        self.protocol.expect_store()
+        sequence = self._draw_sequence()
+        try:
+            return self._follow(PendingPuts(sequence, self._messages.post_puts(sequence, puts), region, deadline))
+        except QueuePairClosed:
+            raise self._ended() from None
+
+    def _ended(self) -> SessionClosed:
+        self._lost()
+        return SessionClosed(f"the session with {self.peer} has ended")
+
+    def _draw_sequence(self) -> int:
+        """For a batch of the requester."""
+        sequence = self.protocol.draw_sequence()
+        while sequence in self._loads:
+            sequence = self.protocol.draw_sequence()
+        return sequence
+
+    def _follow(self, pending: _Elsewhere) -> _Elsewhere:
+        self._loads[pending.sequence] = pending
+        self.protocol.elsewhere_count += pending.count
+        self._watch(pending.deadline, pending.sequence)
+        return pending
 
     def load(
         self,
@@ -289,18 +278,12 @@ class InitiatorCore:
         """LOAD blocks: by the provider's requester where it can keep the order, else by the protocol machine."""
         if self._requester is None or self.protocol.has_unsent or (flags and int(flags) & ~_REQUESTER_FLAGS):
             return self.submit(self.protocol.load(handles, generations, region.stag, offsets, lengths, flags), region, deadline)
-        sequence = self.protocol.draw_sequence()
-        while sequence in self._loads:
-            sequence = self.protocol.draw_sequence()
+        sequence = self._draw_sequence()
         try:
             requests = self._requester.post(sequence, handles, generations, region.stag, offsets, lengths, flags)
         except QueuePairClosed:
-            self._lost()
-            raise SessionClosed(f"the session with {self.peer} has ended") from None
-        pending = self._loads[sequence] = PendingLoads(sequence, requests, region, deadline)
-        self.protocol.elsewhere_count += pending.count
-        self._watch(deadline, sequence)
-        return pending
+            raise self._ended() from None
+        return self._follow(PendingLoads(sequence, requests, region, deadline))
 
     def load_direct(
         self,
@@ -358,13 +341,13 @@ class InitiatorCore:
             raise ValueError(f"{self.peer} did not grant {capability.name}. Let its operator list our trust domain, or use requests")
         return ack
 
-    def give_up(self, pending: PendingBatch | PendingLoads | PendingDirect) -> None:
+    def give_up(self, pending: PendingBatch | PendingLoads | PendingMessages | PendingDirect) -> None:
         """Fence a batch now, as if its deadline had passed."""
         if isinstance(pending, PendingDirect):
             if pending.binding is not None:
                 self.give_up(pending.binding)
             self.direct.give_up(pending)
-        elif isinstance(pending, PendingLoads):
+        elif isinstance(pending, (PendingLoads, PendingMessages)):
             if not pending.done:
                 self._end_loads(pending.sequence, self._overdue(pending.unanswered_count, pending.count))
         elif not pending.done:
@@ -451,6 +434,8 @@ class InitiatorCore:
             self._on_done(self.protocol.receive_completions(np.frombuffer(message, np.uint8).reshape(1, -1)))
             return
         if length > HEADER_BYTES and is_keyed(message[1]):
+            if self._messages is not None and self._messages.settle(message):
+                return
             self._on_done(self.protocol.receive_keyed(message))
             return
         was_ready = self.is_ready
@@ -472,6 +457,7 @@ class InitiatorCore:
         share = outstanding * 3 // 4
         if share and isinstance(self.qp, RunsLoads):
             self._requester = self.qp.create_requester(share)
+            self._messages = self._requester if isinstance(self._requester, RunsMessages) else None
             self.protocol.reserved_count = share
         self._post_receives(self._receives, np.arange(self._receives.count, dtype=np.int64))
 
@@ -565,6 +551,7 @@ class InitiatorCore:
         """The queue pair has ended, and DISCONNECTED, which says why, is on its way: send nothing more until then."""
         self._sends = None
         self._requester = None
+        self._messages = None
 
 
 def _spread(values: ArrayLike, count: int, kind: type[Any]) -> NDArray[Any]:

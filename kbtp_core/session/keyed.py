@@ -13,48 +13,62 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from kbtp_core.fabric.api import Array, Region
 from kbtp_core.protocol import keyed, keyed_batch
-from kbtp_core.protocol.constants import Status
+from kbtp_core.protocol.constants import NO_STATUS, Status
 from kbtp_core.protocol.hello import HelloAck
 from kbtp_core.protocol.keyed import Ids, LookupFlag, PinFlag, PublishFlag
 from kbtp_core.protocol.keyed_batch import Encode
 
 
-class Waits(Protocol):
-    """A batch of requests (`session.LoadBatch`)."""
+class Pending(Protocol):
+    """Messages under way."""
 
+    @property
+    def deadline(self) -> float: ...
     @property
     def done(self) -> bool: ...
     @property
     def error(self) -> Exception | None: ...
-    def wait(self) -> Any: ...
-    def cancel(self) -> None: ...
+    @property
+    def answers(self) -> list[bytes]: ...
+
+
+class Drives(Protocol):
+    """What waits for them (`InitiatorSession`)."""
+
+    def await_batch(self, pending: Any) -> bool: ...
+    def cancel(self, pending: Any) -> None: ...
 
 
 class Asked:
-    """Keyed messages under way. `wait` as for a LoadBatch; `answers` are octets, empty where there is none."""
+    """Messages under way. `wait` as for a LoadBatch; `answers` are octets, empty where there is none."""
 
-    def __init__(self, batch: Waits, answers: Callable[[], list[bytes]]) -> None:
-        self._batch = batch
-        self._answers = answers
+    def __init__(self, session: Drives, pending: Pending) -> None:
+        self._session = session
+        self._pending = pending
 
     @property
     def done(self) -> bool:
-        return self._batch.done
+        return self._pending.done
 
     @property
     def error(self) -> Exception | None:
-        return self._batch.error
+        return self._pending.error
 
     @property
     def answers(self) -> list[bytes]:
-        return self._answers()
+        return self._pending.answers
 
     def wait(self) -> None:
-        self._batch.wait()
+        pending = self._pending
+        if not self._session.await_batch(pending):
+            self._session.cancel(pending)
+        if pending.error is not None:
+            raise pending.error.with_traceback(None)
 
     def cancel(self) -> None:
-        self._batch.cancel()
+        self._session.cancel(self._pending)
 
 
 class KeyedResults:
@@ -208,11 +222,103 @@ class Page:
         return keyed_batch.listed(self._asked.answers[0])[1]
 
 
+class PutBatch:
+    """n values on their way to a store. `status` is that of their PUBLISH, `stored` that of the ALLOC_STORE before it.
+
+    NO_STATUS where there is no answer. Where `is_settled` the handle that was used is free again; elsewhere its block may be bound.
+    """
+
+    def __init__(self, asked: Asked, read: Callable[[], Array]) -> None:
+        self._asked = asked
+        self._read = read
+        self._items: Array | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether all is answered or will never be. Never waits."""
+        return self._asked.done
+
+    @property
+    def error(self) -> Exception | None:
+        """Why the batch as a whole has failed (SessionClosed, DeadlineExceeded)."""
+        return self._asked.error
+
+    def wait(self) -> PutBatch:
+        """See `KeyedResults.wait`. After it nothing reads the values any more."""
+        self._asked.wait()
+        return self
+
+    def cancel(self) -> None:
+        self._asked.cancel()
+
+    @property
+    def items(self) -> Array:
+        """(n,) The results as one array (dtype PUT_RESULT)."""
+        if self._items is None:
+            items = self._read()
+            if not self.done:
+                return items
+            self._items = items
+        return self._items
+
+    @property
+    def stored(self) -> NDArray[np.uint16]:
+        return np.asarray(self.items["stored"])
+
+    @property
+    def status(self) -> NDArray[np.uint16]:
+        return np.asarray(self.items["status"])
+
+    @property
+    def handle(self) -> NDArray[np.uint64]:
+        """Where the store has the value."""
+        return np.asarray(self.items["handle"])
+
+    @property
+    def generation(self) -> NDArray[np.uint16]:
+        return np.asarray(self.items["generation"])
+
+    @property
+    def is_kept(self) -> NDArray[np.bool_]:
+        """Which of the ids have a value now: this one, or that of an earlier writer."""
+        status = self.status
+        return np.asarray((status == Status.OK) | (status == Status.ALREADY_BOUND))
+
+    @property
+    def is_settled(self) -> NDArray[np.bool_]:
+        stored, status = self.stored, self.status
+        failed = (stored != Status.OK) & (stored != NO_STATUS) & (stored != Status.ALREADY_BOUND)
+        return np.asarray(self.is_kept | (failed & (status != NO_STATUS)))
+
+
 class KeyedCalls(ABC):
     """Needs STORE. `tenant` is a tenant id, `ids` are (n, 16) octets; deadlines are times of `time.monotonic()`. All return at once."""
 
     @abstractmethod
-    def ask(self, encode: Encode, deadline: float) -> Asked: ...
+    def ask(self, encode: Encode, deadline: float) -> Asked:
+        """Send keyed messages."""
+
+    @abstractmethod
+    def put(
+        self,
+        ids: Ids,
+        tenant: int,
+        handles: NDArray[np.uint64],
+        addresses: NDArray[np.uint64],
+        lengths: NDArray[np.uint32],
+        *,
+        deadline: float,
+        region: Region | None = None,
+        offsets: ArrayLike = 0,
+        flags: int = PublishFlag.NONE,
+    ) -> PutBatch:
+        """Give values to the store, in one round trip: ALLOC_STOREs into `handles` of this session, and the PUBLISH of them.
+
+        Value i lies at `addresses[i]`, `lengths[i]` octets; both may be of shape (n, pieces). Up to the granted inline length its octets
+        are copied now. Longer ones are read by the target at `offsets[i]` of `region`, which is closed if the deadline passes.
+
+        Raises ValueError for a long value without `region`, or if the target did not grant STORE; SessionClosed.
+        """
 
     @property
     @abstractmethod

@@ -1,7 +1,8 @@
 """The RAM tier: one pool of blocks, whose blocks are the values of a keyed store (docs/store-protocol.md).
 
 The native store (`native/keyed_store.hpp`) has the index, eviction, pins and lifetimes; a target serves the pool. This module makes
-the two from a block size and a budget, and stands between them as `protocol.keyed_backend.KeyedBackend`.
+the two from a block size and a budget, and stands between them as `protocol.keyed_backend.KeyedBackend`. With a disk tier
+(`store.tier`) values go on to disk and come back from there.
 
     store = RamStore(block_bytes=1 << 20, ram_bytes=4 << 30)
     server = TargetServer(fabric, store.target, store.pool_region)
@@ -13,6 +14,7 @@ import contextlib
 import mmap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -22,19 +24,24 @@ from kbtp_core import _native
 from kbtp_core.fabric.api import Access, ProtectionDomain, Region, SharesPool, StoreGrant
 from kbtp_core.fabric.executor import PoolExecutor
 from kbtp_core.protocol import BlockPool, BlockTable, Target, TargetLimits
-from kbtp_core.protocol.keyed import LIST_ITEM, Ids
-from kbtp_core.protocol.keyed_backend import FOUND, SETTLED, Deferred
+from kbtp_core.protocol.constants import Status
+from kbtp_core.protocol.keyed import LIST_ITEM, Ids, LookupFlag, Tier
+from kbtp_core.protocol.keyed_backend import FOUND, IS_ON_DISK, SETTLED, Deferred
 from kbtp_core.protocol.target_session import TargetSession
 from kbtp_core.session.incarnation import process_incarnation
 from kbtp_core.session.native import shared_pool
+from kbtp_core.store.tier import DISK_ITEM, DiskTier
 
 if TYPE_CHECKING:
     from kbtp_core.protocol.partition import DirectPolicy
+    from kbtp_core.store.disk import DiskEngine
 
 NO_LIMIT: Final = 0xFFFF_FFFF_FFFF_FFFF
 """As a tenant's octets: as many as there is room for."""
 STORE_OWNER: Final = 1 << 63
 """Owns the store's entries, where sessions have their numbers."""
+_ON_DISK: Final = 1 << 63
+"""Added to cursors of lists that have reached the disk."""
 _NATIVE_LIST_ITEM: Final = LIST_ITEM.newbyteorder("=")
 _NATIVE_LIST: Final = np.dtype(
     [("id", "u1", 16), ("data_length", "u4"), ("ttl_s", "u4"), ("tier", "u1"), ("flags", "u1"), ("reserved", "u2")]
@@ -50,6 +57,12 @@ class RamOptions:
     limits: TargetLimits = field(default_factory=lambda: TargetLimits(outstanding=1024, inline_bytes=8192, handle_count=4096, quota=256))
     default_lease_s: float = 60.0
     longest_lease_s: float = 3600.0
+    dirty_share: float = 0.8
+    """Of the blocks: how many may wait for the disk before new keys are refused."""
+    writes_around: bool = False
+    """Values go to disk and are not kept in RAM until they are asked for."""
+    acks_on_disk: bool = False
+    """Every PUBLISH is answered only after the disk commit."""
 
 
 class RamPeer:
@@ -74,13 +87,17 @@ class RamPeer:
         self.native.set_space(tenant, namespace, ttl_s)
 
     def publish(self, tenant: int, flags: int, items: NDArray[Any], results: NDArray[Any]) -> int:
+        tier = self._store.tier
+        if tier is not None and not tier.is_asked_natively:
+            is_on_disk = tier.lookup(tenant, items["id"]) != 0
+            items["flags"] = items["flags"] & ~np.uint16(IS_ON_DISK) | np.where(is_on_disk, np.uint16(IS_ON_DISK), np.uint16(0))
         return self._store.native.publish(self._grant, tenant, flags, items, results)
 
 
 class RamStore:
     """At most `ram_bytes // block_bytes` values of at most `block_bytes` octets each. See the module; any thread.
 
-    Other arguments are those of `protocol.Target`.
+    With `disk`, which stays the caller's, values go on to that engine until `close`. Other arguments are those of `protocol.Target`.
     """
 
     def __init__(
@@ -95,6 +112,7 @@ class RamStore:
         trust_domains: frozenset[str] | None = None,
         direct: DirectPolicy | None = None,
         crc32c: Callable[[bytes], int] | None = None,
+        disk: DiskEngine | None = None,
     ) -> None:
         if not 0 < block_bytes <= ram_bytes // 2:
             raise ValueError(f"blocks of {block_bytes} octets in {ram_bytes} octets of RAM: a store needs room for two at least")
@@ -128,15 +146,20 @@ class RamStore:
             base_entry=base - table.base_handle,
             capacity=self.block_count,
             owner=STORE_OWNER,
-            dirty_limit=0,
-            writes_around=False,
-            acks_on_disk=False,
+            dirty_limit=0 if disk is None else max(1, int(self.block_count * options.dirty_share)),
+            writes_around=options.writes_around,
+            acks_on_disk=options.acks_on_disk,
             default_lease_ms=int(options.default_lease_s * 1000),
             longest_lease_ms=int(options.longest_lease_s * 1000),
         )
         self.pool.cache = self
         self.native.set_limit(self.block_count)
         self.target.keyed = self
+        self.tier: Final = None if disk is None else DiskTier(self.native, disk, self._on_settled)
+
+    def close(self, timeout_s: float = 30.0) -> bool:
+        """Write what is dirty; whether all of it was written in time. Without a disk there is nothing to do."""
+        return self.tier is None or self.tier.close(timeout_s)
 
     def pool_region(self, pd: ProtectionDomain) -> Region:
         """For `TargetServer`: the pool's memory in a connection's protection domain."""
@@ -189,12 +212,48 @@ class RamStore:
 
     def lookup(self, tenant: int, ids: Ids, flags: int) -> NDArray[Any]:
         found = np.zeros(len(ids), FOUND)
-        return found[: self.native.lookup(tenant, np.ascontiguousarray(ids), flags, found)]
+        if self.tier is None:
+            return found[: self.native.lookup(tenant, np.ascontiguousarray(ids), flags, found)]
+        self.native.lookup(tenant, np.ascontiguousarray(ids), flags & ~LookupFlag.PREFIX, found)
+        absent = np.flatnonzero(found["tier"] == Tier.ABSENT)
+        unknown = absent[found["flags"][absent] == 0]
+        found["flags"][absent] = 0
+        if len(unknown) and not self.tier.is_asked_natively:
+            found["data_length"][unknown] = self.tier.lookup(tenant, ids[unknown])
+            found["tier"][unknown[found["data_length"][unknown] != 0]] = Tier.DISK
+        on_disk = np.flatnonzero(found["tier"] == Tier.DISK)
+        if flags & LookupFlag.PREFIX:
+            missing = np.flatnonzero(found["tier"] == Tier.ABSENT)[:1]
+            found = found[: int(missing[0]) + 1] if len(missing) else found
+        if flags & LookupFlag.PROMOTE:
+            self._promote(tenant, ids, found, on_disk[on_disk < len(found)])
+        return found
+
+    def _promote(self, tenant: int, ids: Ids, found: NDArray[Any], at: NDArray[np.intp]) -> None:
+        """Have these values read into blocks, as far as there is room; `found` gets their handles."""
+        assert self.tier is not None
+        items = np.zeros(len(at), DISK_ITEM)
+        items["tenant"], items["id"], items["length"] = tenant, ids[at], found["data_length"][at]
+        self.native.reserve(items)
+        is_read = items["status"] == Status.OK
+        has_handle = is_read | (items["status"] == Status.ALREADY_BOUND)
+        at = at[has_handle]
+        found["tier"][at] = Tier.PROMOTING
+        found["handle"][at], found["generation"][at] = items["handle"][has_handle], items["generation"][has_handle]
+        self.tier.promote(items[is_read])
 
     def remove(self, tenant: int, ids: Ids) -> int | Deferred[int]:
-        return self.native.remove(tenant, np.ascontiguousarray(ids), False, np.zeros(len(ids), np.uint8))
+        octets = np.ascontiguousarray(ids)
+        if self.tier is not None:
+            return self.tier.remove(tenant, octets)
+        return self.native.remove(tenant, octets, False, np.zeros(len(ids), np.uint8))
 
     def remove_namespace(self, tenant: int, namespace: int) -> int | Deferred[int]:
+        if self.tier is None:
+            return self._forget(tenant, namespace)
+        return self.tier.remove_namespace(tenant, namespace, partial(self._forget, tenant, namespace))
+
+    def _forget(self, tenant: int, namespace: int) -> int:
         total = cursor = 0
         while True:
             cursor, removed = self.native.remove_space(tenant, namespace, cursor)
@@ -208,12 +267,29 @@ class RamStore:
         return statuses
 
     def list(self, tenant: int, namespace: int, cursor: int, limit: int) -> tuple[int, NDArray[Any]]:
+        if cursor >= _ON_DISK:
+            return self._list_disk(tenant, namespace, cursor - _ON_DISK, limit)
         raw = np.zeros(limit, _NATIVE_LIST)
         cursor, count = self.native.list(tenant, namespace, cursor, raw)
         items = np.zeros(count, _NATIVE_LIST_ITEM)
         for name in _NATIVE_LIST.names or ():
             items[name] = raw[name][:count]
-        return cursor, items
+        return cursor or (0 if self.tier is None else _ON_DISK), items
+
+    def _list_disk(self, tenant: int, namespace: int, cursor: int, limit: int) -> tuple[int, NDArray[Any]]:
+        """What is on disk alone."""
+        assert self.tier is not None
+        page = self.tier.engine.list(tenant, namespace or None, cursor, limit)
+        ids = np.ascontiguousarray(page.keys[:, 8:])
+        in_ram = np.zeros(len(ids), FOUND)
+        self.native.lookup(tenant, ids, 0, in_ram)
+        alone = in_ram["tier"] == Tier.ABSENT
+        now_s = self.native.now_ms() // 1000
+        items = np.zeros(int(np.count_nonzero(alone)), _NATIVE_LIST_ITEM)
+        items["id"], items["data_length"], items["tier"] = ids[alone], page.lengths[alone], Tier.DISK
+        expiries = page.expiries[alone].astype(np.int64)
+        items["ttl_s"] = np.where(expiries == 0, 0, np.maximum(expiries - now_s, 1))
+        return page.cursor and page.cursor + _ON_DISK, items
 
     def will_have(self, index: int, generation: int) -> bool:
         return self.native.will_have(index, generation)
@@ -229,6 +305,10 @@ class RamStore:
     def tick(self) -> NDArray[Any]:
         self.native.tick()
         return np.frombuffer(self.native.take_settled(), SETTLED)
+
+    def _on_settled(self) -> None:
+        if self.wake is not None:
+            self.wake()
 
     # For operators and tests ---------------------------------------------------------------------------------------------
 

@@ -89,6 +89,11 @@ class SlabEngine:
         self.close()
 
     @property
+    def native(self) -> _native.Slab:
+        """For native code that asks it by itself."""
+        return self._slab
+
+    @property
     def error(self) -> str:
         return self._slab.why_degraded()
 

@@ -150,6 +150,67 @@ def test_of_eight_writers_of_one_id_one_wins(keyed: Keyed) -> None:
     assert keyed.store.used_count == rounds
 
 
+def test_values_of_any_size_and_in_pieces_are_put_in_one_go(keyed: Keyed) -> None:
+    session, reader = keyed.connect(inline_bytes=1000), keyed.connect()
+    count = 12
+    memory = np.random.default_rng(1).integers(0, 256, (count, 2, 2048), np.uint8)
+    lengths = np.array([[at * 340 // 2, at * 340 - at * 340 // 2] for at in range(1, count + 1)], np.uint32)
+    addresses = memory.ctypes.data + np.arange(2 * count, dtype=np.uint64).reshape(count, 2) * 2048
+    values = [b"".join(memory[at, piece, : lengths[at, piece]].tobytes() for piece in range(2)) for at in range(count)]
+    far = np.zeros((count, BLOCK), np.uint8)  # where the target reads the longer ones
+    for at, value in enumerate(values):
+        far[at, : len(value)] = np.frombuffer(value, np.uint8)
+    ids, handles = ids_of(count), session.target.handle_base + np.arange(count, dtype=np.uint64)
+    region = session.register(far)
+    result = session.put(ids, TENANT, handles, addresses, lengths, region=region, offsets=np.arange(count) * BLOCK, deadline=soon()).wait()
+    assert result.status.tolist() == result.stored.tolist() == [Status.OK] * count
+    assert result.is_settled.all()
+    memory = np.zeros((count, BLOCK), np.uint8)
+    found = reader.lookup(ids, TENANT, deadline=soon()).wait()
+    assert (found.handle == result.handle).all()
+    assert (found.generation == result.generation).all()
+    reader.load(found.handle, found.generation, reader.register(memory), np.arange(count) * BLOCK, BLOCK, deadline=soon()).wait()
+    assert [memory[at, : len(value)].tobytes() for at, value in enumerate(values)] == values
+    again = session.put(ids, TENANT, handles, addresses, lengths, region=region, offsets=np.arange(count) * BLOCK, deadline=soon()).wait()
+    assert again.status.tolist() == [Status.ALREADY_BOUND] * count
+    assert again.is_kept.all()
+    assert (again.handle == result.handle).all()
+
+
+def test_more_values_than_one_publish_holds_are_put_in_one_call(keyed: Keyed) -> None:
+    session = keyed.connect(inline_bytes=256, quota=64, handle_count=64)
+    count = 64
+    memory = np.arange(count, dtype=np.uint8).repeat(100)
+    addresses = memory.ctypes.data + np.arange(count, dtype=np.uint64) * 100
+    handles = session.target.handle_base + np.arange(count, dtype=np.uint64)
+    for turn in range(3):
+        result = session.put(ids_of(count, turn), TENANT, handles, addresses, np.full(count, 100, np.uint32), deadline=soon()).wait()
+        assert result.status.tolist() == [Status.OK] * count
+    found = session.lookup(ids_of(count, 2), TENANT, deadline=soon()).wait()
+    assert found.data_length.tolist() == [100] * count
+
+
+def test_a_put_over_the_quota_says_which_values_did_not_fit(keyed: Keyed) -> None:
+    session = keyed.connect(quota=4, handle_count=8)
+    memory = np.ones(800, np.uint8)
+    addresses = memory.ctypes.data + np.arange(8, dtype=np.uint64) * 100
+    handles = session.target.handle_base + np.arange(8, dtype=np.uint64)
+    result = session.put(ids_of(8), TENANT, handles, addresses, np.full(8, 100, np.uint32), deadline=soon()).wait()
+    assert result.stored.tolist() == [Status.OK] * 4 + [Status.NO_SPACE] * 4
+    assert result.status.tolist() == [Status.OK] * 4 + [Status.NOT_BOUND] * 4
+    assert result.is_settled.all()
+
+
+def test_a_long_value_without_a_region_is_a_mistake(keyed: Keyed) -> None:
+    session = keyed.connect(inline_bytes=100)
+    memory = np.ones(200, np.uint8)
+    address = np.array([memory.ctypes.data], np.uint64)
+    with pytest.raises(ValueError, match="register its memory"):
+        session.put(
+            ids_of(1), TENANT, np.array([session.target.handle_base], np.uint64), address, np.array([200], np.uint32), deadline=soon()
+        )
+
+
 def test_values_outlive_the_session_that_wrote_them(keyed: Keyed) -> None:
     writer = keyed.connect()
     put(writer, ids_of(1), [b"stays"])

@@ -18,7 +18,7 @@ from kbtp_core.fabric.sim import SimFabric
 from kbtp_core.protocol import NO_STATUS, Batch, Capability, Flag, HelloParameters, Status
 from kbtp_core.session import BUFFER_ACCESS, InitiatorCore
 from kbtp_core.session.direct import PendingDirect
-from kbtp_core.session.initiator_core import PendingBatch
+from kbtp_core.session.pending import PendingBatch
 from tests.sim.model import SMALLEST, Life, Stored, check_freed
 
 if TYPE_CHECKING:

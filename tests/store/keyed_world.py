@@ -23,7 +23,7 @@ from kbtp_core.store.ram import RamOptions, RamStore
 
 BLOCK = 256
 TENANT = 0x7E
-_LOAD, _READ = 0, 1  # kinds of native work
+_LOAD, _READ, _PARKED = 0, 1, 3  # kinds of native work
 _numbers = itertools.count(1)
 
 
@@ -244,7 +244,7 @@ class Peer:
     def _do(self, work: _native.Work) -> None:
         if work.kind == _READ:
             self.held.append(("native read", work))
-        else:
+        elif work.kind != _PARKED:
             if work.kind == _LOAD:
                 self.held.append(("native load", work))
             self.answers.append(work.answer)
@@ -278,6 +278,8 @@ class Peer:
                 self.native.load_sent(work.entry, work.snapshot)
             else:
                 self._do(self.native.store_arrived(work.entry))
+            while (parked := self.native.unpark()) is not None:
+                self._do(parked)
             if not self.native.has_unsettled:
                 waiting, self._withheld = self._withheld, []
                 for message in waiting:

@@ -1,0 +1,52 @@
+"""Messages and puts that the provider sends and matches by itself (`fabric.api.RunsMessages`), seen as batches of a session.
+
+The promises are those of `session.loads`. Answers are kept as octets, and read by who asked.
+"""
+
+from __future__ import annotations
+
+from kbtp_core.errors import KbtpError
+from kbtp_core.fabric.api import Array, MessageRequests, PutRequests, Region
+
+
+class PendingMessages:
+    """n messages at the requester."""
+
+    def __init__(self, sequence: int, requests: MessageRequests, region: Region | None, deadline: float) -> None:
+        self.sequence = sequence
+        self.count = requests.count
+        self.region = region
+        self.deadline = deadline
+        self.error: KbtpError | None = None
+        self.done = False
+        self._requests = requests
+
+    @property
+    def answers(self) -> list[bytes]:
+        """The answer to each, empty where none came."""
+        return self._requests.answers()
+
+    @property
+    def unanswered_count(self) -> int:
+        return sum(not answer for answer in self.answers)
+
+    def finish(self, error: KbtpError | None) -> None:
+        """Done: results stay as they are now, whatever still arrives."""
+        self.error = error
+        self.done = True
+
+    def abandon(self) -> None:
+        """Send no more of it."""
+        self._requests.abandon()
+
+
+class PendingPuts(PendingMessages):
+    """Values at the requester."""
+
+    def __init__(self, sequence: int, requests: PutRequests, region: Region | None, deadline: float) -> None:
+        super().__init__(sequence, requests, region, deadline)
+        self._puts = requests
+
+    def results(self) -> Array:
+        """What they were answered so far (dtype PUT_RESULT)."""
+        return self._puts.results()

@@ -1,0 +1,105 @@
+"""Puts of a session: what a caller gives as one request, and the way without a requester of the provider.
+
+Without one a put is several batches of the protocol machine, queued one behind the other, so that they are sent in the same order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from kbtp_core import _native
+from kbtp_core.fabric.api import PUT_RESULT, Array, Puts, Region
+from kbtp_core.protocol import keyed, keyed_batch
+from kbtp_core.protocol.constants import Flag
+from kbtp_core.protocol.keyed import Ids, KeyedOpcode
+
+if TYPE_CHECKING:
+    from kbtp_core.session.initiator_core import InitiatorCore
+
+
+def make_puts(
+    ids: Ids,
+    tenant: int,
+    handles: NDArray[np.uint64],
+    addresses: NDArray[np.uint64],
+    lengths: NDArray[np.uint32],
+    region: Region | None,
+    offsets: ArrayLike,
+    flags: int,
+    inline_bytes: int,
+) -> Puts:
+    """The arrays of a put as a requester takes them. Raises ValueError for a long value without a region."""
+    sizes = np.ascontiguousarray(lengths, np.uint32)
+    if region is None and (sizes if sizes.ndim == 1 else sizes.sum(axis=1)).max(initial=0) > inline_bytes:
+        raise ValueError(f"a value of more than {inline_bytes} octets is read by the target: register its memory, and pass the region")
+    starts = np.broadcast_to(np.asarray(offsets, np.uint64), (len(handles),)) if region is not None else np.zeros(len(handles), np.uint64)
+    return Puts(
+        ids=np.ascontiguousarray(ids),
+        tenant=tenant,
+        handles=np.ascontiguousarray(handles, np.uint64),
+        addresses=np.ascontiguousarray(addresses, np.uint64),
+        lengths=sizes,
+        offsets=np.ascontiguousarray(starts),
+        stag=0 if region is None else region.stag,
+        flags=int(flags),
+        inline_bytes=inline_bytes,
+        values_each=keyed.items_limit(KeyedOpcode.PUBLISH, inline_bytes),
+    )
+
+
+class SplitPut:
+    """A put as batches of the protocol machine: values inside their messages, longer ones, and the PUBLISH."""
+
+    def __init__(self, core: InitiatorCore, puts: Puts, region: Region | None, deadline: float) -> None:
+        self.deadline = deadline
+        self._puts = puts
+        lengths = puts.lengths.reshape(len(puts.handles), -1)
+        addresses = puts.addresses.reshape(len(puts.handles), -1)
+        totals = lengths.sum(axis=1)
+        self._near, self._far = np.flatnonzero(totals <= puts.inline_bytes), np.flatnonzero(totals > puts.inline_bytes)
+        crcs = np.empty(len(totals), np.uint32)
+        _native.crc32c_each(np.ascontiguousarray(addresses.reshape(-1)), np.ascontiguousarray(lengths.reshape(-1)), lengths.shape[1], crcs)
+        self._stores: list[tuple[NDArray[np.intp], Any]] = []
+        if len(self._near):
+            data = [b"".join(map(ctypes.string_at, addresses[at].tolist(), lengths[at].tolist())) for at in self._near.tolist()]
+            batch = core.protocol.alloc_store_inline(puts.handles[self._near], 0, data, Flag.SEAL)
+            self._stores.append((self._near, core.submit(batch, None, deadline)))
+        if len(self._far):
+            at = self._far
+            batch = core.protocol.alloc_store(puts.handles[at], 0, puts.stag, puts.offsets[at], totals[at].astype(np.uint32), Flag.SEAL)
+            self._stores.append((at, core.submit(batch, region, deadline)))
+        items = np.zeros(len(totals), keyed.PUBLISH_ITEM)
+        items["id"], items["handle"], items["crc"] = puts.ids, puts.handles, crcs
+        self._publish: Any = core.submit(
+            core.protocol.ask(keyed_batch.publishes(items, puts.tenant, puts.flags, puts.inline_bytes)), None, deadline
+        )
+
+    @property
+    def parts(self) -> list[Any]:
+        return [*(part for _, part in self._stores), self._publish]
+
+    @property
+    def done(self) -> bool:
+        return all(part.done for part in self.parts)
+
+    @property
+    def error(self) -> Exception | None:
+        return next((part.error for part in self.parts if part.error is not None), None)
+
+    @property
+    def answers(self) -> list[bytes]:
+        return list(self._publish.answers)
+
+    def results(self) -> Array:
+        """As `PutRequests.results`."""
+        results = np.zeros(len(self._puts.handles), PUT_RESULT)
+        published = keyed_batch.published(self.answers, len(results), self._puts.inline_bytes)
+        for name in ("handle", "status", "generation"):
+            results[name] = published[name]
+        for at, part in self._stores:
+            results["stored"][at] = part.status
+        return results

@@ -1,0 +1,244 @@
+"""Values on their way between the RAM tier and a disk engine (docs/store-protocol.md, "Tiers").
+
+Flushers take dirty values in batches and write them; readers fill the blocks that LOOKUPs with PROMOTE reserved. Both wait in native
+code without the GIL, and use the blocks themselves: nothing is copied on the way. Rules:
+
+1. A value is held in RAM until the disk has it. What the disk does not take stays in RAM as if it were clean, unless a writer waits for it.
+2. The disk's value wins: where a key turns out to be there already, the one in RAM goes.
+3. A key that was removed while it was written is removed from the disk, too, before anything of that key is written again.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kbtp_core.protocol.constants import Status
+from kbtp_core.protocol.keyed import ID_BYTES, Ids
+from kbtp_core.protocol.keyed_backend import Deferred
+from kbtp_core.store.disk import DiskEngine, DiskStatus, Keys
+from kbtp_core.store.disk_group import DiskGroup
+from kbtp_core.store.slab import SlabEngine
+
+if TYPE_CHECKING:
+    from kbtp_core import _native
+
+_log = logging.getLogger(__name__)
+
+DISK_ITEM: Final = np.dtype(
+    [
+        ("tenant", "u8"),
+        ("id", "u1", ID_BYTES),
+        ("namespace", "u8"),
+        ("address", "u8"),
+        ("handle", "u8"),
+        ("number", "u4"),
+        ("length", "u4"),
+        ("crc", "u4"),
+        ("expiry_s", "u4"),
+        ("generation", "u2"),
+        ("status", "u2"),
+        ("reserved", "u4"),
+    ]
+)
+"""A value on its way, 72 octets; mirrors native/keyed_store.hpp."""
+
+_STATUS: Final = {
+    DiskStatus.OK: Status.OK,
+    DiskStatus.EXISTS: Status.ALREADY_BOUND,
+    DiskStatus.LENGTH: Status.LENGTH,
+    DiskStatus.REMOVED: Status.NOT_BOUND,
+}
+_PUT_STATUS: Final = np.array([_STATUS.get(status, Status.NO_SPACE) for status in DiskStatus], np.uint16)
+_WAIT_S: Final = 0.25
+_EXPIRE_EVERY_S: Final = 1.0
+
+
+def keys_of(tenant: int, ids: Ids) -> Keys:
+    """(n, 24) Keys of a tenant's ids."""
+    keys = np.empty((len(ids), 8 + ID_BYTES), np.uint8)
+    keys[:, :8] = np.frombuffer(tenant.to_bytes(8, "big"), np.uint8)
+    keys[:, 8:] = ids
+    return keys
+
+
+def _item_keys(items: NDArray[Any]) -> Keys:
+    keys = np.empty((len(items), 8 + ID_BYTES), np.uint8)
+    keys[:, :8] = items["tenant"].astype(">u8").view(np.uint8).reshape(-1, 8)
+    keys[:, 8:] = items["id"]
+    return keys
+
+
+def slabs_of(engine: DiskEngine) -> list[_native.Slab] | None:
+    """The native engines that `engine` stands for, if it is nothing but slabs: their index can be asked without the interpreter."""
+    if isinstance(engine, SlabEngine):
+        return [engine.native]
+    if isinstance(engine, DiskGroup) and all(isinstance(one, SlabEngine) for one in engine.engines):
+        return [one.native for one in engine.engines if isinstance(one, SlabEngine)]
+    return None
+
+
+class DiskTier:
+    """Moves values between `native` and `engine` until `close`. `settled` is called when something has been decided."""
+
+    def __init__(
+        self,
+        native: _native.KeyedStore,
+        engine: DiskEngine,
+        settled: Callable[[], None],
+        *,
+        flusher_count: int = 2,
+        reader_count: int = 2,
+        batch_count: int = 64,
+    ) -> None:
+        self.engine: Final = engine
+        self._native = native
+        self._settled = settled
+        self._batch_count = batch_count
+        self._is_closing = False
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._reader_count = reader_count
+        self._next_expiry = 0.0
+        slabs = slabs_of(engine)
+        self.is_asked_natively: Final = slabs is not None
+        """Whether `native` knows by itself what is on disk."""
+        if slabs is not None:
+            native.ask_slabs(slabs)
+        threads = [(self._flush, f"kbtp-flush-{at}") for at in range(flusher_count)]
+        threads += [(self._run_tasks, f"kbtp-disk-{at}") for at in range(reader_count)]
+        self._threads = [threading.Thread(target=run, name=name, daemon=True) for run, name in threads]
+        for thread in self._threads:
+            thread.start()
+
+    def lookup(self, tenant: int, ids: Ids) -> NDArray[np.uint32]:
+        """Lengths of what is on disk, 0 for what is not."""
+        return self.engine.lookup(keys_of(tenant, ids))
+
+    # Asked by the RAM tier, which waits for nothing --------------------------------------------------------------------------
+
+    def promote(self, items: NDArray[Any]) -> None:
+        """Read these values (DISK_ITEM, as `reserve` left them) into their blocks."""
+        for start in range(0, len(items), self._batch_count):
+            part = items[start : start + self._batch_count].copy()
+            self._tasks.put(partial(self._read, part))
+
+    def remove(self, tenant: int, ids: Ids) -> Deferred[int]:
+        """Forget values in RAM at once, and on disk; how many there were."""
+        was_there = np.zeros(len(ids), np.uint8)
+        self._native.remove(tenant, ids, True, was_there)
+        result: Deferred[int] = Deferred()
+
+        def run() -> None:
+            was_on_disk: NDArray[np.bool_] = np.zeros(len(ids), np.bool_)
+            try:
+                was_on_disk = self.engine.remove(keys_of(tenant, ids))
+            finally:
+                self._native.unfence(tenant, ids)
+                result.set(int(np.count_nonzero(was_on_disk | (was_there != 0))))
+
+        self._tasks.put(run)
+        return result
+
+    def remove_namespace(self, tenant: int, namespace: int, in_ram: Callable[[], int]) -> Deferred[int]:
+        """Forget a namespace's values: `in_ram` does so in RAM, and says how many there were that are on no disk."""
+        result: Deferred[int] = Deferred()
+
+        def run() -> None:
+            count = in_ram()
+            try:
+                count += self.engine.remove_namespace(tenant, namespace)
+            finally:
+                in_ram()  # what was read from disk meanwhile
+                result.set(count)
+
+        self._tasks.put(run)
+        return result
+
+    def close(self, timeout_s: float = 30.0) -> bool:
+        """Write what is dirty, within `timeout_s`, and end the threads; whether all of it was written. The engine stays open."""
+        deadline = time.monotonic() + timeout_s
+        while self._native.stats()["dirty"] and time.monotonic() < deadline:
+            self._native.wake_flushers()
+            time.sleep(0.005)
+        self._is_closing = True
+        for _ in range(self._reader_count):
+            self._tasks.put(None)
+        for thread in self._threads:
+            self._native.wake_flushers()
+            thread.join(max(0.1, deadline - time.monotonic()))
+        return self._native.stats()["dirty"] == 0
+
+    # Threads -------------------------------------------------------------------------------------------------------------
+
+    def _flush(self) -> None:
+        items = np.zeros(self._batch_count, DISK_ITEM)
+        while not self._is_closing:
+            count = self._native.take_dirty(items, _WAIT_S)
+            if count:
+                self._write(items[:count].copy())
+            self._expire()
+
+    def _write(self, items: NDArray[Any]) -> None:
+        keys = _item_keys(items)
+        columns = [np.ascontiguousarray(items[name]) for name in ("address", "length", "crc", "namespace", "expiry_s")]
+        try:
+            items["status"] = _PUT_STATUS[self.engine.put(keys, *columns)]
+        except Exception:  # noqa: BLE001 - logged; the next batch may fare better
+            _log.exception("a batch of %d values could not be written", len(items))
+            items["status"] = Status.NO_SPACE
+        was_written = (items["status"] == Status.OK) | (items["status"] == Status.ALREADY_BOUND)
+        self._native.flushed(items)
+        was_removed = items["status"] == Status.NOT_BOUND
+        if was_removed.any():
+            self.engine.remove(keys[was_removed & was_written])
+            for item in items[was_removed]:
+                self._native.unfence(int(item["tenant"]), np.ascontiguousarray(item["id"]))
+        self._settled()
+
+    def _run_tasks(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            try:
+                task()
+            except Exception:  # noqa: BLE001 - logged; the next batch may fare better
+                _log.exception("a task of the disk tier has failed")
+            self._settled()
+
+    def _read(self, items: NDArray[Any]) -> None:
+        keys, lengths = _item_keys(items), np.ascontiguousarray(items["length"])
+        try:
+            got = self.engine.get(keys, np.ascontiguousarray(items["address"]), lengths, np.zeros(len(items), np.uint32))
+            is_whole = (got.status == DiskStatus.OK) & (got.stored_lengths == lengths)
+            items["crc"] = got.crcs
+            items["status"] = np.where(is_whole, Status.OK, Status.NOT_BOUND)
+        except Exception:  # noqa: BLE001 - logged; the next batch may fare better
+            _log.exception("a batch of %d values could not be read", len(items))
+            items["status"] = Status.NOT_BOUND
+        self._native.promoted(items)
+
+    def _expire(self) -> None:
+        """Now and then: values on disk whose time is over, and what was read of them."""
+        now = time.monotonic()
+        if now < self._next_expiry:
+            return
+        self._next_expiry = now + _EXPIRE_EVERY_S
+        if self.engine.expire(self._native.now_ms() // 1000):
+            self.forget_absent()
+
+    def forget_absent(self) -> None:
+        """Let go of values that were read from disk and are not there any more: of their times RAM knows nothing."""
+        raw = np.zeros(self._batch_count * 64, DISK_ITEM)
+        cursor = 0
+        while True:
+            cursor, count = self._native.list_read(cursor, raw)
+            items = raw[:count]
+            self._native.drop_read(items[self.engine.lookup(_item_keys(items)) == 0])
+            if not cursor:
+                return
