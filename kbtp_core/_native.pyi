@@ -104,6 +104,7 @@ class Work:
 
 class ExecutorSession:
     def take(self, message: bytes, is_up: bool, may_read: bool) -> Work | None: ...
+    def store_asked(self, entry: int) -> None: ...
     def load_sent(self, entry: int, is_snapshot: bool) -> None: ...
     def store_arrived(self, entry: int) -> Work: ...
     def unpark(self) -> Work | None: ...
@@ -197,13 +198,16 @@ class Device:
 
 def open_device(
     mulpdu: int,
-    congestion: str,
     first_atomic_id: int,
     stags: list[int],
     crc: bool,
     peer_to_peer: bool,
     spin_s: float,
     progress_threads: int,
+    keepalive_s: int,
+    congestion_local: str,
+    congestion_remote: str,
+    congestion_peers: list[tuple[bytes, int, str]],
     capture_path: str | None,
     capture_limit_bytes: int,
     capture_checksums: bool,

@@ -74,6 +74,7 @@ class SimRun:
             native = self._waiting.popleft()
             work = Work(0, _READ, 0, native.length, sink_stag=self._pool.stag, sink_offset=native.block_offset)
             self._reading[work] = native.entry
+            self._session.store_asked(native.entry)
             pair.reads_outstanding += 1
             if pair.sim.chance(pair.sim.conditions.garbage):
                 self._pool.fill_with_garbage(native.block_offset, native.length)

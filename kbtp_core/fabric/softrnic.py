@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kbtp_core import _native
+from kbtp_core.errors import ConfigError
 from kbtp_core.fabric.api import (
     COMPLETION,
     LOAD_RESULT,
@@ -44,12 +45,10 @@ from kbtp_core.fabric.api import ProtectionDomain as ProtectionDomainLike
 from kbtp_core.fabric.api import Region as RegionLike
 from kbtp_core.fabric.capture import Capture, wanted_by_environment
 from kbtp_core.fabric.executor import NativeExecutor, create_executor
+from kbtp_core.fabric.rnic_settings import RnicSettings, say_what_is_missing
 
 MAX_PRIVATE_DATA = 252
 """Octets that fit into a start-up frame which every known iWARP stack accepts (256 with the enhanced data)."""
-
-SPIN_S = 50e-6
-"""About what it takes to put a thread to sleep and to wake it."""
 
 
 class Region:
@@ -367,17 +366,13 @@ class Listener:
 class SoftRnic:
     """A software RNIC device.
 
-    `congestion` is the TCP congestion control for peers on this host (empty: the system's; one the kernel does not allow is
-    ignored). `mulpdu` is the largest ULPDU sent, in octets. Without `wants_crc` frames go unchecked to and from peers that do not
-    want CRCs either: only for links that something else protects end to end (RFC 5044, section 4.4). With `peer_to_peer` a
-    connection that it makes opens with an empty frame of its own, so that the passive side may speak first (RFC 6581, section
-    9.2). `stags` and `first_atomic_id` fix what is otherwise drawn, for frames that tests know by heart.
-    `spin_s` is how long, in seconds, a thread that has just moved octets, or waits for an answer, looks for more before it sleeps; the
-    core is given to whoever wants it meanwhile. 0: it sleeps at once.
-    `progress_threads` is how many threads, 1 to 64, serve the device's queue pairs; each queue pair stays with one of them. More than one
-    is for a device whose many peers ask for more than one core can give.
+    `mulpdu` is the largest ULPDU sent, in octets. Without `wants_crc` frames go unchecked to and from peers that do not want CRCs
+    either: only for links that something else protects end to end (RFC 5044, section 4.4). With `peer_to_peer` a connection that it
+    makes opens with an empty frame of its own, so that the passive side may speak first (RFC 6581, section 9.2). `stags` and
+    `first_atomic_id` fix what is otherwise drawn, for frames that tests know by heart.
 
-    `capture` is a pcap file for all that the device's connections carry; without it the environment decides (`fabric.capture`).
+    The other options are those of `RnicSettings`; the environment decides about what is None. So it does about `capture`, a pcap file for
+    all that the device's connections carry (`fabric.capture`). Raises FabricError for values that make no sense.
     """
 
     name = "softrnic"
@@ -385,30 +380,31 @@ class SoftRnic:
     def __init__(
         self,
         *,
-        congestion: str = "cubic",
         mulpdu: int = 61440 + 18,
         wants_crc: bool = True,
         peer_to_peer: bool = False,
         first_atomic_id: int = 1,
         stags: Sequence[int] = (),
-        spin_s: float = SPIN_S,
-        progress_threads: int = 1,
+        progress_threads: int | None = None,
+        spin_s: float | None = None,
+        keepalive_s: int | None = None,
+        congestion_local: str | None = None,
+        congestion_remote: str | None = None,
+        congestion_peers: str | None = None,
         capture: str | os.PathLike[str] | Capture | None = None,
     ) -> None:
         if not 64 <= mulpdu <= 64768:
             raise FabricError(f"mulpdu is {mulpdu}: it must be between 64 and 64768 octets (RFC 5044, section 5.1)")
-        if not 0 <= spin_s <= 0.01:
-            raise FabricError(f"spin_s is {spin_s}: it must be between 0 and 0.01 seconds")
-        if not 1 <= progress_threads <= 64:
-            raise FabricError(f"progress_threads is {progress_threads}: it must be between 1 and 64")
+        self.settings = _settings(
+            progress_threads=progress_threads,
+            spin_s=spin_s,
+            keepalive_s=keepalive_s,
+            congestion_local=congestion_local,
+            congestion_remote=congestion_remote,
+            congestion_peers=congestion_peers,
+        )
         self.capture = _capture(capture)
-        file = (None, 0, False) if self.capture is None else (str(self.capture.path), self.capture.limit_bytes, self.capture.checksums)
-        try:
-            self._device = _native.open_device(
-                mulpdu, congestion, first_atomic_id, list(stags), wants_crc, peer_to_peer, spin_s, progress_threads, *file
-            )
-        except (RuntimeError, OSError) as error:
-            raise FabricError(f"cannot open a software RNIC: {error}") from None
+        self._device = _open(self.settings, self.capture, (mulpdu, first_atomic_id, list(stags), wants_crc, peer_to_peer))
         self._close = weakref.finalize(self, self._device.close)
 
     def alloc_pd(self) -> ProtectionDomain:
@@ -461,6 +457,23 @@ def _own(pd: ProtectionDomainLike, cq: CompletionQueueLike) -> tuple[ProtectionD
     if not isinstance(pd, ProtectionDomain) or not isinstance(cq, CompletionQueue):
         raise FabricError("the protection domain and the completion queue must come from a software RNIC")
     return pd, cq
+
+
+def _settings(**options: object) -> RnicSettings:
+    try:
+        return RnicSettings.read({name: value for name, value in options.items() if value is not None}, "the software RNIC")
+    except ConfigError as error:
+        raise FabricError(str(error)) from None
+
+
+def _open(settings: RnicSettings, capture: Capture | None, wire: tuple[int, int, list[int], bool, bool]) -> _native.Device:
+    say_what_is_missing(settings)
+    tcp = (settings.keepalive_s, settings.congestion_local, settings.congestion_remote, settings.networks)
+    file = (None, 0, False) if capture is None else (str(capture.path), capture.limit_bytes, capture.checksums)
+    try:
+        return _native.open_device(*wire, settings.spin_s, settings.progress_threads, *tcp, *file)
+    except (RuntimeError, OSError) as error:
+        raise FabricError(f"cannot open a software RNIC: {error}") from None
 
 
 def _capture(wanted: str | os.PathLike[str] | Capture | None) -> Capture | None:

@@ -1,18 +1,8 @@
 #include "device.hpp"
 
-#include <netinet/in.h>
-#include <netinet/tcp.h>
-#include <sys/socket.h>
-
 #include <algorithm>
 
 namespace kbtp {
-namespace {
-
-// A peer whose host vanished without a FIN: give up when it has acknowledged nothing for this long.
-constexpr unsigned kDeadPeerMs = 30'000;
-
-}  // namespace
 
 Device::Device(DeviceOptions options)
     : options_(std::move(options)),
@@ -95,17 +85,6 @@ std::unique_ptr<CaptureStream> Device::capture(int fd, bool is_active) const {
 
 void Device::forget(const Listener& listener) {
     std::erase_if(listeners_, [&](const auto& known) { return known.get() == &listener; });
-}
-
-// Small messages must not wait for each other; a vanished peer must not hold a socket for ever.
-void Device::configure_socket(int fd, bool is_local_peer) const {
-    const int on = 1;
-    ::setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
-    ::setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
-    ::setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &kDeadPeerMs, sizeof kDeadPeerMs);
-    // Best effort: an algorithm that the kernel does not allow leaves its default in place.
-    if (is_local_peer && !options_.congestion.empty())
-        ::setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, options_.congestion.data(), static_cast<socklen_t>(options_.congestion.size()));
 }
 
 }  // namespace kbtp

@@ -13,12 +13,12 @@
 
 #include "loop.hpp"
 #include "queue_pair.hpp"
+#include "tcp.hpp"
 
 namespace kbtp {
 
 struct DeviceOptions {
     u32 mulpdu = 61440 + wire::kUntaggedHeader;  // largest ULPDU that is sent
-    std::string congestion;                      // TCP congestion control for peers on this host; empty: the system's
     u32 first_atomic_id = 1;
     Clock::duration spin{};  // how long a thread looks for more before it sleeps
     std::deque<u32> fixed_stags;
@@ -26,6 +26,7 @@ struct DeviceOptions {
     bool peer_to_peer = false;  // connect so that either side may send first
     std::optional<CaptureOptions> capture = {};
     u32 progress_threads = 1;
+    TcpOptions tcp = {};
 };
 
 class Listener;
@@ -49,7 +50,6 @@ class Device : public std::enable_shared_from_this<Device> {
     DeviceStats stats();
     // Null without a capture.
     std::unique_ptr<CaptureStream> capture(int fd, bool is_active) const;
-    void configure_socket(int fd, bool is_local_peer) const;
 
     // Where listeners and what they have accepted live, until a queue pair takes it over.
     Loop& front() { return *loops_.front(); }
@@ -139,8 +139,5 @@ class Listener : public Pollable, public std::enable_shared_from_this<Listener> 
     std::mutex mutex_;                                          // guards ready_
     std::vector<std::shared_ptr<PendingConnection>> ready_;
 };
-
-std::string peer_name(int fd);
-bool is_local_address(int fd);
 
 }  // namespace kbtp

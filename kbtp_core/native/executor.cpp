@@ -168,18 +168,19 @@ std::optional<u64> Executor::take(const StoreGrant& grant, u64 index) {
     return block_offset;
 }
 
-void Executor::untake(const StoreGrant& grant, u64 index, u64 block_offset) {
+void Executor::untake(const StoreGrant& grant, u64 index, u64 block_offset, u32 written) {
     pool_->entry_states[index] = kIdle;
-    return_block(grant, block_offset);
+    return_block(grant, block_offset, written);
 }
 
-void Executor::return_block(const StoreGrant& grant, u64 block_offset) {
-    release(block_offset);
+void Executor::return_block(const StoreGrant& grant, u64 block_offset, u32 written) {
+    release(block_offset, written);
     --*grant.usage;
 }
 
-void Executor::release(u64 block_offset) {
-    if (pool_->clears) std::memset(block(block_offset), 0, block_bytes_);
+// At most the first `written` octets of the block may not be clear. What lies in the ring is, if the pool clears.
+void Executor::release(u64 block_offset, u32 written) {
+    if (pool_->clears) std::memset(block(block_offset), 0, written);
     block_state(block_offset) = kBlockFree;
     give_back(block_offset);
 }
@@ -213,7 +214,7 @@ bool Executor::free(const StoreGrant& grant, u64 index) {
 void Executor::free_claimed(const StoreGrant& grant, u64 index) {
     const u64 block_offset = load_be<u64>(table_ + 16 * index + 8);
     clear(index);
-    return_block(grant, block_offset);
+    return_block(grant, block_offset, block_bytes_);
     drop_claim(index);
 }
 

@@ -140,8 +140,9 @@ class Executor {
 
     // --- blocks of a session that this side serves; `grant` is that session's --------------------------------------------------
     // Nothing has happened where these return false or nothing.
-    std::optional<u64> take(const StoreGrant& grant, u64 index);        // a block for ALLOC_STORE, and the entry reserved for it
-    void untake(const StoreGrant& grant, u64 index, u64 block_offset);  // the data never came
+    std::optional<u64> take(const StoreGrant& grant, u64 index);  // a block for ALLOC_STORE, and the entry reserved for it
+    // The data never came whole: at most the first `written` octets of the block were written.
+    void untake(const StoreGrant& grant, u64 index, u64 block_offset, u32 written);
     void bind(const StoreGrant& grant, u64 index, u64 block_offset, u32 length, bool seal);
     void update(u64 index, u32 length, bool seal);  // data was stored into a bound block
     bool free(const StoreGrant& grant, u64 index);
@@ -167,7 +168,7 @@ class Executor {
     void skip(u64 index);                                      // as if it had been bound and cleared
     void keep(u64 index, u64 block_offset, bool is_draining);  // it names nothing, and a block is still the store's
     void let_idle(u64 index);
-    void release(u64 block_offset);
+    void release(u64 block_offset) { release(block_offset, block_bytes_); }
 
   private:
     static constexpr u32 kClaim = 0x8000'0000;
@@ -176,7 +177,8 @@ class Executor {
     void publish(u64 index, u16 flags, u16 generation);
     void set_length(u64 index, u32 length);
     u8& block_state(u64 block_offset) { return pool_->block_states[(block_offset - pool_->base_offset) / block_bytes_]; }
-    void return_block(const StoreGrant& grant, u64 block_offset);
+    void return_block(const StoreGrant& grant, u64 block_offset, u32 written);
+    void release(u64 block_offset, u32 written);
     void bind(u64 owner, u64 index, u64 block_offset, u32 length, bool seal);
     u64 advance(u64& counter);  // with ring_mutex_ held; returns the ticket
 

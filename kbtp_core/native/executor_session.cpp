@@ -174,10 +174,14 @@ Work ExecutorSession::store_arrived(u64 entry) {
     return finish(*done.store, entry, done.block_offset);
 }
 
-// A bound block that a store was half done with keeps what it holds; the software target frees it with the session.
+// A bound block that a store was half done with keeps what it holds; the software target frees it with the session. In the block of an
+// ALLOC_STORE there is what its Read brought, if it was sent, and nothing else: blocks of a pool that clears them are clear when they are
+// taken. So there is little to clear even for a peer that leaves with many stores under way.
 void ExecutorSession::give_up() {
-    for (const auto& [index, unsettled] : unsettled_)
-        if (unsettled.store && unsettled.store->opcode == opcode::alloc_store) executor_->untake(*grant_, index, unsettled.block_offset);
+    for (const auto& [index, unsettled] : unsettled_) {
+        if (!unsettled.store || unsettled.store->opcode != opcode::alloc_store) continue;
+        executor_->untake(*grant_, index, unsettled.block_offset, unsettled.is_asked ? unsettled.store->length : 0);
+    }
     unsettled_.clear();
     store_ids_.clear();
     parked_.clear();

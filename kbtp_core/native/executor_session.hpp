@@ -23,7 +23,7 @@ namespace kbtp {
 struct Work {
     enum class Kind : u8 {
         load,    // RDMA Write [block_offset, + length) of the pool to (stag, offset), then send `answer`; `load_sent` when it has left
-        read,    // RDMA Read (stag, offset, length) into the pool at block_offset; then `store_arrived`
+        read,    // `store_asked`, RDMA Read (stag, offset, length) into the pool at block_offset, `store_arrived`
         answer,  // send `answer`
         parked,  // nothing yet: `unpark` will have the answer
     } kind;
@@ -50,6 +50,8 @@ class ExecutorSession {
     // A message has arrived whole. Nothing: it is for the software target. `is_up`: the software target has unanswered messages of this
     // session. `may_read`: the peer answers RDMA Reads.
     std::optional<Work> take(std::span<const u8> message, bool is_up, bool may_read);
+    // The RDMA Read of a store is about to be sent: from now on its block may hold octets of the initiator's.
+    void store_asked(u64 entry) { unsettled_.at(entry).is_asked = true; }
     // The octets of a load have left, or never will.
     void load_sent(u64 entry, bool is_snapshot);
     // The data of a store is in its block: what to answer.
@@ -67,6 +69,7 @@ class ExecutorSession {
     struct Unsettled {
         std::optional<Request> store;  // else a load
         u64 block_offset = 0;
+        bool is_asked = false;  // its RDMA Read was sent
     };
 
     std::optional<Work> load(const Request& request);

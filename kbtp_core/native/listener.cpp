@@ -17,37 +17,12 @@ namespace {
 
 constexpr auto kAcceptPause = std::chrono::milliseconds(100);
 
-std::string format_address(const sockaddr_storage& address, socklen_t size) {
-    char host[NI_MAXHOST], port[NI_MAXSERV];
-    if (::getnameinfo(reinterpret_cast<const sockaddr*>(&address), size, host, sizeof host, port, sizeof port,
-                      NI_NUMERICHOST | NI_NUMERICSERV) != 0)
-        return "?";
-    return std::string(host) + ":" + port;
-}
-
 u16 port_of(const sockaddr_storage& address) {
     if (address.ss_family == AF_INET6) return ntohs(reinterpret_cast<const sockaddr_in6&>(address).sin6_port);
     return ntohs(reinterpret_cast<const sockaddr_in&>(address).sin_port);
 }
 
 }  // namespace
-
-std::string peer_name(int fd) {
-    sockaddr_storage address{};
-    socklen_t size = sizeof address;
-    if (::getpeername(fd, reinterpret_cast<sockaddr*>(&address), &size) != 0) return "?";
-    return format_address(address, size);
-}
-
-// Both ends on this machine: the two addresses are the same.
-bool is_local_address(int fd) {
-    sockaddr_storage mine{}, theirs{};
-    socklen_t a = sizeof mine, b = sizeof theirs;
-    if (::getsockname(fd, reinterpret_cast<sockaddr*>(&mine), &a) != 0 || ::getpeername(fd, reinterpret_cast<sockaddr*>(&theirs), &b) != 0)
-        return false;
-    const std::string x = format_address(mine, a), y = format_address(theirs, b);
-    return x.substr(0, x.rfind(':')) == y.substr(0, y.rfind(':'));
-}
 
 std::shared_ptr<Listener> Device::listen(const std::string& host, u16 port, std::shared_ptr<CompletionQueue> cq, double startup_timeout_s,
                                          u32 backlog) {
@@ -103,7 +78,7 @@ void Listener::on_event(u32) {
             ::close(fd);
             continue;
         }
-        device_->configure_socket(fd, is_local_address(fd));
+        configure_socket(fd, device_->options().tcp);
         auto pending = std::make_shared<PendingConnection>(device_, weak_from_this(), fd, peer_name(fd));
         pending->deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(startup_timeout_s_));
         starting_.push_back(pending);

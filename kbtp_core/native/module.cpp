@@ -5,6 +5,7 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstdio>
@@ -170,6 +171,7 @@ void bind_executor(nb::module_& m) {
     nb::class_<ExecutorSession>(m, "ExecutorSession")
         .def("take", [](ExecutorSession& s, const nb::bytes& message, bool is_up,
                         bool may_read) { return s.take({static_cast<const u8*>(message.data()), message.size()}, is_up, may_read); })
+        .def("store_asked", &ExecutorSession::store_asked)
         .def("load_sent", &ExecutorSession::load_sent)
         .def("store_arrived", &ExecutorSession::store_arrived)
         .def("unpark", &ExecutorSession::unpark)
@@ -301,6 +303,34 @@ void bind_queue_pair(nb::module_& m) {
         .def("close", &Listener::close);
 }
 
+// A network's address as 16 octets, IPv4 as IPv6 has it, the length of its prefix, and a congestion control.
+using NetworkRule = std::tuple<nb::bytes, u32, std::string>;
+
+std::shared_ptr<Device> open_device(u32 mulpdu, u32 first_atomic_id, const std::vector<u32>& stags, bool crc, bool peer_to_peer,
+                                    double spin_s, u32 progress_threads, u32 keepalive_s, const std::string& congestion_local,
+                                    const std::string& congestion_remote, const std::vector<NetworkRule>& congestion_peers,
+                                    const std::optional<std::string>& capture_path, u64 capture_limit_bytes, bool capture_checksums) {
+    DeviceOptions options;
+    options.mulpdu = mulpdu;
+    options.first_atomic_id = first_atomic_id;
+    options.fixed_stags = {stags.begin(), stags.end()};
+    options.crc = crc;
+    options.peer_to_peer = peer_to_peer;
+    options.spin = std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(spin_s));
+    options.progress_threads = progress_threads;
+    options.tcp = {keepalive_s, congestion_local, congestion_remote, {}};
+    for (const auto& [network, prefix_bits, name] : congestion_peers) {
+        CongestionRule rule{{}, prefix_bits, name};
+        if (network.size() != rule.network.size() || prefix_bits > 128) throw std::invalid_argument("a network is 16 octets and a prefix");
+        std::memcpy(rule.network.data(), network.data(), rule.network.size());
+        options.tcp.congestion_peers.push_back(std::move(rule));
+    }
+    if (capture_path) options.capture = CaptureOptions{*capture_path, capture_limit_bytes, capture_checksums};
+    auto device = std::make_shared<Device>(std::move(options));
+    device->start();
+    return device;
+}
+
 void bind_device(nb::module_& m) {
     nb::class_<Device>(m, "Device")
         .def("alloc_pd", &Device::new_pd)
@@ -340,6 +370,10 @@ void bind_device(nb::module_& m) {
                  return stats_dict(stats);
              })
         .def("close", &Device::close, nb::call_guard<nb::gil_scoped_release>());
+    m.def("open_device", &open_device, nb::arg("mulpdu"), nb::arg("first_atomic_id"), nb::arg("stags"), nb::arg("crc"),
+          nb::arg("peer_to_peer"), nb::arg("spin_s"), nb::arg("progress_threads"), nb::arg("keepalive_s"), nb::arg("congestion_local"),
+          nb::arg("congestion_remote"), nb::arg("congestion_peers"), nb::arg("capture_path").none(), nb::arg("capture_limit_bytes"),
+          nb::arg("capture_checksums"), "Open a device and start its progress threads.");
 }
 
 }  // namespace
@@ -395,22 +429,6 @@ NB_MODULE(_native, m) {
     bind_messages(m);
     bind_device(m);
     bind_slab(m);
-    m.def(
-        "open_device",
-        [](u32 mulpdu, const std::string& congestion, u32 first_atomic_id, const std::vector<u32>& stags, bool crc, bool peer_to_peer,
-           double spin_s, u32 progress_threads, const std::optional<std::string>& capture_path, u64 capture_limit_bytes,
-           bool capture_checksums) {
-            const auto spin = std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(spin_s));
-            DeviceOptions options{mulpdu, congestion, first_atomic_id, spin, {stags.begin(), stags.end()}, crc, peer_to_peer};
-            if (capture_path) options.capture = CaptureOptions{*capture_path, capture_limit_bytes, capture_checksums};
-            options.progress_threads = progress_threads;
-            auto device = std::make_shared<Device>(std::move(options));
-            device->start();
-            return device;
-        },
-        nb::arg("mulpdu"), nb::arg("congestion"), nb::arg("first_atomic_id"), nb::arg("stags"), nb::arg("crc"), nb::arg("peer_to_peer"),
-        nb::arg("spin_s"), nb::arg("progress_threads"), nb::arg("capture_path").none(), nb::arg("capture_limit_bytes"),
-        nb::arg("capture_checksums"), "Open a device and start its progress threads.");
     bind_crc(m);
     bind_client(m);
     bind_identity(m);

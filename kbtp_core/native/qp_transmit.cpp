@@ -255,6 +255,7 @@ bool QueuePair::take_store() {
     store_stalls_ = false;
     const Work work = stores_.front();
     stores_.pop_front();
+    executor_->store_asked(work.entry);
     Message m;
     m.header.opcode = wire::opcode::read_request;
     m.header.qn = wire::queue::request;

@@ -208,7 +208,8 @@ void QueuePair::drive(TimePoint until) {
         int fd = -1;
         bool moved = false;
         {
-            std::lock_guard lock(progress_mutex_);
+            progress_mutex_.lock_last();  // this is its eager user: the rest is soon done
+            const std::lock_guard lock(progress_mutex_, std::adopt_lock);
             if (!is_reading()) break;
             const u64 before = stats_.bytes_received;
             receive();
@@ -360,7 +361,7 @@ void QueuePair::on_tcp_connected() {
         }
         return try_next_address();
     }
-    device_->configure_socket(fd_, is_local_address(fd_));
+    configure_socket(fd_, device_->options().tcp);
     capture_ = device_->capture(fd_, true);
     wire::Startup request;
     request.crc = device_->options().crc;

@@ -35,6 +35,7 @@
 #include "executor_session.hpp"
 #include "fifo.hpp"
 #include "loop.hpp"
+#include "polite_mutex.hpp"
 #include "region.hpp"
 #include "requester.hpp"
 #include "wire.hpp"
@@ -265,7 +266,7 @@ class QueuePair : public Pollable, public Drivable, public std::enable_shared_fr
     const std::shared_ptr<CompletionQueue> cq_;
     const QueueLimits limits_;
 
-    std::mutex progress_mutex_;              // guards the receive half, and the right to change state_
+    PoliteMutex progress_mutex_;             // guards the receive half, and the right to change state_
     std::atomic<State> state_{State::idle};  // written under progress_mutex_ and, but for start-up, tx_mutex_
     int fd_ = -1;                            // closed under tx_mutex_
     bool in_epoll_ = false;

@@ -110,6 +110,8 @@ class Connection:
         if work.kind == LOAD:
             self.operations.append(("native write", work))
         elif work.kind == READ:
+            assert self.native is not None
+            self.native.store_asked(work.entry)
             self.operations.append(("native read", work))
             return
         self.answers.append((work.answer, work.stag if work.invalidate else None))

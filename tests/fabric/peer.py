@@ -174,8 +174,8 @@ class Peer:
 class PeerListener:
     """A listening socket for the responder role; only TCP is done by `accept`."""
 
-    def __init__(self) -> None:
-        self.sock = socket.create_server(("127.0.0.1", 0))
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        self.sock = socket.create_server((host, 0))
         self.port: int = self.sock.getsockname()[1]
 
     def accept(self, timeout_s: float = 5.0) -> Peer:
@@ -197,8 +197,8 @@ def dial(port: int, *, receive_buffer_bytes: int | None = None) -> Peer:
 
 
 @contextmanager
-def listening() -> Iterator[PeerListener]:
-    listener = PeerListener()
+def listening(host: str = "127.0.0.1") -> Iterator[PeerListener]:
+    listener = PeerListener(host)
     try:
         yield listener
     finally:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
 
 from kbtp_core.fabric.api import Access, FabricError, Op, QueuePairClosed, WrFlag
-from kbtp_core.fabric.softrnic import SoftRnic
-from tests.fabric.world import End, Node, connect, node, pattern, request
+from kbtp_core.fabric.softrnic import QueuePair, SoftRnic
+from tests.fabric.peer import closing, listening
+from tests.fabric.wire import write
+from tests.fabric.world import End, Memory, Node, connect, node, pattern, request
 
 
 class Waiter(threading.Thread):
@@ -117,12 +121,12 @@ def test_regions_close_while_a_thread_drives(spin_s: float) -> None:
         sink = left.memory(bytes(1 << 16), Access.REMOTE_WRITE)
         waiter = Waiter(left, 10.0)
         source = right.memory(bytes(pattern(1 << 16)))
-        write = request(Op.WRITE, source, 1 << 16, to=(sink.stag, 0), flags=WrFlag.NONE)
-        b.post(*[write] * 50)
+        one = request(Op.WRITE, source, 1 << 16, to=(sink.stag, 0), flags=WrFlag.NONE)
+        b.post(*[one] * 50)
         sink.region.close()
         kept = sink.read()
         with contextlib.suppress(QueuePairClosed):  # by then, unless all fifty were placed before
-            b.post(write)
+            b.post(one)
         time.sleep(0.05)
         assert sink.read() == kept
         assert waiter.result() is True  # a Write without a place ends the connection
@@ -150,3 +154,47 @@ def test_messages_arrive_in_order_whoever_makes_progress(spin_s: float) -> None:
         for _ in range(count):
             a.expect(Op.RECEIVE)
         assert sink.read() == numbers.tobytes()
+
+
+@contextmanager
+def flood_of_writes(end: End, place: Memory) -> Iterator[None]:
+    """The peer's socket is never empty: frames that are made already are sent again and again, faster than anybody can check them."""
+    with listening() as listener:
+        end.qp.connect("127.0.0.1", listener.port)
+        peer = listener.accept()
+    peer.answer()
+    end.expect(Op.CONNECTED)
+    stream = write(place.stag, 0, bytes(32768)).frame() * 64
+
+    def send() -> None:
+        while peer.send_while_it_lasts(stream):
+            pass
+
+    with closing(peer):
+        sender = threading.Thread(target=send)
+        sender.start()
+        try:
+            yield
+        finally:
+            end.qp.abort()
+            sender.join()
+
+
+@pytest.mark.parametrize("how", ["abort", "end"])
+def test_a_thread_that_drives_under_a_flood_lets_others_have_the_pair_at_once(how: str) -> None:
+    with node() as device:
+        for _ in range(10):
+            end = device.create_qp()
+            with flood_of_writes(end, device.memory(bytes(32768), Access.REMOTE_WRITE)):
+                waiter = Waiter(device, 20.0)
+                began = time.monotonic()
+                if how == "abort":
+                    end.qp.abort()  # a task of the progress thread, which waits for the pair's lock
+                else:
+                    assert isinstance(end.qp, QueuePair)
+                    end.qp.native.end()
+                assert waiter.result() is True
+                took = time.monotonic() - began
+                end.expect(Op.DISCONNECTED)
+                assert took < 1.0, f"it took {took:.2f} s"
+            device.cq = device.fabric.create_cq()  # a thread drives the one pair of its queue

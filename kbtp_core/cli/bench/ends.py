@@ -21,7 +21,7 @@ class End:
     """One end of a connection for messages of `MESSAGE_BYTES`."""
 
     def __init__(self, congestion_control: str) -> None:
-        self._fabric = SoftRnic(congestion=congestion_control)
+        self._fabric = SoftRnic(congestion_local=congestion_control)
         self._pd, self._cq = self._fabric.alloc_pd(), self._fabric.create_cq()
         self._memory = np.zeros((1 + _RECEIVE_COUNT) * MESSAGE_BYTES, np.uint8)  # the first is sent from
         region = self._region = self._pd.register(self._memory, Access.LOCAL_WRITE)

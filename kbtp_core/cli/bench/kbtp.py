@@ -34,7 +34,7 @@ def octets(count: int, seed: int) -> NDArray[np.uint8]:
 
 def _device(congestion_control: str, has_crc: bool, stripes: int) -> SoftRnic:
     threads = min(stripes, len(os.sched_getaffinity(0)))
-    return SoftRnic(congestion=congestion_control, wants_crc=has_crc, progress_threads=threads)
+    return SoftRnic(congestion_local=congestion_control, wants_crc=has_crc, progress_threads=threads)
 
 
 @dataclass(frozen=True)
