@@ -11,10 +11,16 @@ import typer
 from rich.console import Console
 
 import kbtp_core
+from kbtp_core.cli import ctl
 from kbtp_core.cli.bench import bench
+from kbtp_core.cli.serve import serve
+from kbtp_core.cli.smoke import smoke
 
 app = typer.Typer(help="KV cache blocks between LLM serving engines.", no_args_is_help=True, add_completion=False)
 app.command()(bench)
+app.command()(serve)
+app.command()(smoke)
+app.add_typer(ctl.app, name="ctl")
 
 
 @app.command()

@@ -87,7 +87,7 @@ std::optional<std::vector<u8>> answer_publish(const KeyedSession& session, const
 }
 
 std::optional<std::vector<u8>> answer_remove(KeyedStore& store, std::span<const u8> m) {
-    if (m.size() < 36 || store.has_disk()) return {};
+    if (m.size() < 36 || store.has_disk() || store.has_siblings()) return {};
     const u64 tenant = load_be<u64>(&m[24]);
     const u32 count = load_be<u32>(&m[32]);
     if (m.size() != 36 + kId * u64{count}) return {};

@@ -229,6 +229,10 @@ class KeyedStore {
     KeyedCounters counters() const;
     KeyedLevels levels() const;
     u64 bytes_of_tenant(u64 tenant) const;
+    std::vector<std::pair<u64, u64>> bytes_of_tenants() const;
+    // Other stores may hold the same ids: whoever removes one asks all of them, so no executor does it.
+    void set_siblings(bool has_some) { has_siblings_.store(has_some); }
+    bool has_siblings() const { return has_siblings_.load(); }
     void check_integrity() const;  // throws std::logic_error
 
   private:
@@ -298,6 +302,7 @@ class KeyedStore {
     const KeyedOptions options_;
     std::shared_ptr<BackingIndex> backing_;
     std::atomic<u64> manual_now_ms_{0};
+    std::atomic<bool> has_siblings_{false};
 
     mutable std::mutex mutex_;
     std::condition_variable has_dirty_;

@@ -185,6 +185,13 @@ KeyedLevels KeyedStore::levels() const {
     return {used_, limit_, resident_count_, promoting_count_, leaving_.size(), dirty_count_, pinned_count_};
 }
 
+std::vector<std::pair<u64, u64>> KeyedStore::bytes_of_tenants() const {
+    const std::lock_guard lock(mutex_);
+    std::vector<std::pair<u64, u64>> out;
+    for (const auto& [tenant, usage] : tenants_) out.emplace_back(tenant, usage.bytes);
+    return out;
+}
+
 u64 KeyedStore::bytes_of_tenant(u64 tenant) const {
     std::lock_guard lock(mutex_);
     return bytes_of(tenant);

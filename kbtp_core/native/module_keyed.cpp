@@ -151,6 +151,8 @@ void bind_store(nb::module_& m) {
         .def_prop_ro("promoting_count", &KeyedStore::promoting_count)
         .def("stats", &stats)
         .def("bytes_of_tenant", &KeyedStore::bytes_of_tenant)
+        .def("bytes_of_tenants", &KeyedStore::bytes_of_tenants)
+        .def("set_siblings", &KeyedStore::set_siblings)
         .def_prop_ro("memory_bytes", &KeyedStore::memory_bytes)
         .def("check_integrity", &KeyedStore::check_integrity, nb::call_guard<nb::gil_scoped_release>());
 }

@@ -6,7 +6,7 @@ Arrays have the dtypes below, in host byte order; a table entry is named by its 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -55,6 +55,27 @@ class Deferred(Generic[_T]):
     @property
     def value(self) -> _T:
         return self._value[0]
+
+
+class _Total(Deferred[int]):
+    def __init__(self, parts: Sequence[int | Deferred[int]], most: int) -> None:
+        super().__init__()
+        self._parts = parts
+        self._most = most
+
+    @property
+    def is_done(self) -> bool:
+        return all(part.is_done for part in self._parts if isinstance(part, Deferred))
+
+    @property
+    def value(self) -> int:
+        return min(self._most, sum(part.value if isinstance(part, Deferred) else part for part in self._parts))
+
+
+def total_of(parts: Sequence[int | Deferred[int]], most: int) -> int | Deferred[int]:
+    """The sum of results, of which some may come later, or `most`."""
+    total = _Total(parts, most)
+    return total.value if total.is_done else total
 
 
 class KeyedPeer(Protocol):

@@ -1,9 +1,9 @@
 """One budget of RAM for pools of several block sizes.
 
-The first pool gets all of it. One that is opened later gets a sixteenth, out of what the largest gives up, and from then on memory goes
+The first pool gets all of it. One that is opened later gets what the others don't use, and a sixteenth at least; from then on memory goes
 where it is missed: every half second the pool that evicted or refused most is given a step, by the one that did so least. A pool that
-nobody fills keeps its floor. Blocks change hands by being parked in one pool and put to use in another (`protocol.pool`); parked memory
-is given back to the system in between.
+nobody fills keeps its floor, a sixteenth. Blocks change hands by being parked in one pool and put to use in another (`protocol.pool`);
+parked memory is given back to the system in between.
 
 Rule: the octets of all live blocks together never exceed the budget.
 
@@ -25,10 +25,15 @@ _CLEARLY: Final = 2  # how many times more a pool misses memory than the one tha
 class Pool(Protocol):
     """What the budget asks of a store (`store.ram.RamStore`)."""
 
-    block_bytes: int
+    @property
+    def block_bytes(self) -> int: ...
 
     @property
     def live_bytes(self) -> int: ...
+
+    @property
+    def idle_bytes(self) -> int:
+        """Octets of live blocks that hold nothing and are promised to nobody."""
 
     @property
     def missed_count(self) -> int:
@@ -55,19 +60,15 @@ class RamBudget:
         """A new pool, of the whole budget's size: all of it but its share is parked. Raises ValueError if it does not fit."""
         if not self.fits(pool.block_bytes) or pool.block_bytes in self._pools:
             raise ValueError(f"a pool of blocks of {pool.block_bytes} octets does not fit into {self.total_bytes} octets of RAM")
-        first = not self._pools
-        wanted = self.total_bytes if first else self._floor(pool.block_bytes)
-        if not first:
+        if self._pools:
             pool.park(pool.live_bytes // pool.block_bytes)
+            for donor in self._pools.values():
+                self._take(donor, donor.idle_bytes)
             for donor in sorted(self._pools.values(), key=lambda one: one.live_bytes, reverse=True):
-                missing = wanted - self._left(also=pool)
-                spare = donor.live_bytes - self._floor(donor.block_bytes)
-                if missing > 0 and spare > 0:
-                    donor.park(-(-min(missing, spare) // donor.block_bytes))
+                self._take(donor, self._floor(pool.block_bytes) - self._left(also=pool))
         self._pools[pool.block_bytes] = pool
         self._missed[pool.block_bytes] = pool.missed_count
-        if not first:
-            pool.unpark(min(wanted, self._left()) // pool.block_bytes)
+        pool.unpark(self._left() // pool.block_bytes)
 
     def rebalance(self, now: float) -> None:
         """Call often; it looks twice a second."""
@@ -81,16 +82,20 @@ class RamBudget:
             return
         step = max(self.total_bytes // _STEP_SHARE, needy.block_bytes)
         for size in sorted(missed, key=lambda size: missed[size]):
-            donor, spare = self._pools[size], self._pools[size].live_bytes - self._floor(size)
             if self._left() >= step or missed[size] * _CLEARLY > missed[needy.block_bytes]:
                 break
-            if spare > 0:
-                donor.park(-(-min(step, spare) // size))
+            self._take(self._pools[size], step)
         needy.unpark(min(step, self._left()) // needy.block_bytes)
 
     def check_integrity(self) -> None:
         """Assert the rule."""
         assert self._left() >= 0, f"the pools take {-self._left()} octets more than the budget has"
+
+    def _take(self, donor: Pool, wanted_bytes: int) -> None:
+        """Park so much of a pool, as far as it is above its floor."""
+        octets = min(wanted_bytes, donor.live_bytes - self._floor(donor.block_bytes))
+        if octets > 0:
+            donor.park(-(-octets // donor.block_bytes))
 
     def _floor(self, block_bytes: int) -> int:
         return max(self.total_bytes // _FLOOR_SHARE, _FLOOR_BLOCKS * block_bytes)

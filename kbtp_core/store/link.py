@@ -27,7 +27,7 @@ from kbtp_core.errors import DeadlineExceeded, KbtpError, SessionClosed, Session
 from kbtp_core.fabric.api import Fabric, Region
 from kbtp_core.protocol.constants import NO_STATUS, Capability, Flag, Status
 from kbtp_core.protocol.initiator import HelloParameters
-from kbtp_core.protocol.keyed import Ids, LookupFlag, PublishFlag, Tier
+from kbtp_core.protocol.keyed import NO_HANDLE, Ids, LookupFlag, PublishFlag, Tier
 from kbtp_core.session import InitiatorSession
 from kbtp_core.store.item_status import ItemStatus, item_statuses
 from kbtp_core.store.places import Places
@@ -37,6 +37,8 @@ _log = logging.getLogger(__name__)
 _FIRST_PAUSE_S: Final = 0.1
 _LONGEST_PAUSE_S: Final = 5.0
 _CACHE_LOG2_SETS: Final = 14
+_IDLE_TURNS: Final = 20
+_PAUSE_S: Final = 0.005
 _STALE: Final = (int(Status.STALE_GENERATION), int(Status.NOT_BOUND))
 
 
@@ -200,10 +202,29 @@ class Link:
             if len(again):
                 self._cache.forget(np.ascontiguousarray(ids[again]))
                 self._look_up_and_load(session, ids, again, places, deadline, status, lengths)
+            self._load_in_turns(session, ids, places, deadline, status, lengths)
         too_large = np.flatnonzero((status == ItemStatus.TOO_LARGE) & (lengths == 0))
         if len(too_large):
             lengths[too_large] = self.lengths(np.ascontiguousarray(ids[too_large]), deadline)
         return status, lengths
+
+    def _load_in_turns(
+        self,
+        session: InitiatorSession,
+        ids: Ids,
+        places: Places,
+        deadline: float,
+        status: NDArray[np.uint8],
+        lengths: NDArray[np.int64],
+    ) -> None:
+        """Those on disk for which there was no room in memory: as what was loaded makes room, as long as that gets on."""
+        left, idle_turns = np.flatnonzero(status == ItemStatus.NO_SPACE), 0
+        while len(left) and idle_turns < _IDLE_TURNS and time.monotonic() < deadline:
+            if idle_turns:
+                time.sleep(_PAUSE_S)
+            self._look_up_and_load(session, ids, left, places, deadline, status, lengths)
+            before, left = len(left), left[status[left] == ItemStatus.NO_SPACE]
+            idle_turns = 0 if len(left) < before else idle_turns + 1
 
     def _look_up_and_load(
         self,
@@ -304,7 +325,7 @@ class Link:
                 stored[group] = batch.status
             answers.wait()
             published = answers.status
-            kept = np.flatnonzero(answers.is_kept)
+            kept = np.flatnonzero(answers.is_kept & (answers.handle != NO_HANDLE))  # it may be on disk alone
             self._cache.keep(
                 np.ascontiguousarray(wanted[kept]),
                 np.ascontiguousarray(answers.handle[kept]),

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -26,7 +26,7 @@ from kbtp_core.fabric.executor import PoolExecutor
 from kbtp_core.protocol import BlockPool, BlockTable, Target, TargetLimits
 from kbtp_core.protocol.constants import Status
 from kbtp_core.protocol.keyed import LIST_ITEM, Ids, LookupFlag, Tier
-from kbtp_core.protocol.keyed_backend import FOUND, IS_ON_DISK, SETTLED, Deferred
+from kbtp_core.protocol.keyed_backend import FOUND, IS_ON_DISK, SETTLED, Deferred, total_of
 from kbtp_core.protocol.target_session import TargetSession
 from kbtp_core.session.incarnation import process_incarnation
 from kbtp_core.session.native import shared_pool
@@ -42,6 +42,8 @@ STORE_OWNER: Final = 1 << 63
 """Owns the store's entries, where sessions have their numbers."""
 _ON_DISK: Final = 1 << 63
 """Added to cursors of lists that have reached the disk."""
+_DIRTY: Final = 1
+"""Flag of a value that waits for the disk (native/keyed_store.hpp)."""
 _NATIVE_LIST_ITEM: Final = LIST_ITEM.newbyteorder("=")
 _NATIVE_LIST: Final = np.dtype(
     [("id", "u1", 16), ("data_length", "u4"), ("ttl_s", "u4"), ("tier", "u1"), ("flags", "u1"), ("reserved", "u2")]
@@ -63,6 +65,10 @@ class RamOptions:
     """Values go to disk and are not kept in RAM until they are asked for."""
     acks_on_disk: bool = False
     """Every PUBLISH is answered only after the disk commit."""
+    default_ttl_s: int = 0
+    """How long values of clients live that name no time; 0: until they are evicted."""
+    on_tick: Callable[[], None] | None = None
+    """Called now and then by whoever drives the target."""
 
 
 class RamPeer:
@@ -84,7 +90,7 @@ class RamPeer:
         )
 
     def set_namespace(self, tenant: int, namespace: int, ttl_s: int) -> None:
-        self.native.set_space(tenant, namespace, ttl_s)
+        self.native.set_space(tenant, namespace, ttl_s or self._store.options.default_ttl_s)
 
     def publish(self, tenant: int, flags: int, items: NDArray[Any], results: NDArray[Any]) -> int:
         tier = self._store.tier
@@ -120,6 +126,7 @@ class RamStore:
         self.block_count: Final = ram_bytes // block_bytes
         self.options: Final = options
         self.wake: Callable[[], None] | None = None
+        self._siblings: tuple[RamStore, ...] = ()
         self._area: Final = _pages(self.block_count * block_bytes)
         self.memory: Final[NDArray[np.uint8]] = np.frombuffer(self._area, np.uint8)
         self.pool: Final = BlockPool(block_bytes, self.memory)
@@ -171,6 +178,12 @@ class RamStore:
     def live_bytes(self) -> int:
         """Octets of the blocks that are in use or may be."""
         return self.pool.live_count * self.block_bytes
+
+    @property
+    def idle_bytes(self) -> int:
+        """Octets of live blocks that hold nothing and are promised to nobody."""
+        stats = self.native.stats()
+        return (stats["limit"] - stats["used"]) * self.block_bytes
 
     @property
     def missed_count(self) -> int:
@@ -243,12 +256,24 @@ class RamStore:
         self.tier.promote(items[is_read])
 
     def remove(self, tenant: int, ids: Ids) -> int | Deferred[int]:
+        return self._with_siblings(lambda store: store._remove(tenant, ids), len(ids))
+
+    def remove_namespace(self, tenant: int, namespace: int) -> int | Deferred[int]:
+        return self._with_siblings(lambda store: store._remove_namespace(tenant, namespace))
+
+    def _with_siblings(self, work: Callable[[RamStore], int | Deferred[int]], most: int = 0xFFFF_FFFF) -> int | Deferred[int]:
+        """The sum of what `work` does in every store that may hold the ids."""
+        if not self._siblings:
+            return work(self)
+        return total_of([work(store) for store in (self, *self._siblings)], most)
+
+    def _remove(self, tenant: int, ids: Ids) -> int | Deferred[int]:
         octets = np.ascontiguousarray(ids)
         if self.tier is not None:
             return self.tier.remove(tenant, octets)
         return self.native.remove(tenant, octets, False, np.zeros(len(ids), np.uint8))
 
-    def remove_namespace(self, tenant: int, namespace: int) -> int | Deferred[int]:
+    def _remove_namespace(self, tenant: int, namespace: int) -> int | Deferred[int]:
         if self.tier is None:
             return self._forget(tenant, namespace)
         return self.tier.remove_namespace(tenant, namespace, partial(self._forget, tenant, namespace))
@@ -274,20 +299,24 @@ class RamStore:
         items = np.zeros(count, _NATIVE_LIST_ITEM)
         for name in _NATIVE_LIST.names or ():
             items[name] = raw[name][:count]
-        return cursor or (0 if self.tier is None else _ON_DISK), items
+        if self.tier is None:
+            return cursor, items
+        # What is on disk is told by the disk, which knows its namespace.
+        return cursor or _ON_DISK, items[items["flags"] & _DIRTY != 0]
 
     def _list_disk(self, tenant: int, namespace: int, cursor: int, limit: int) -> tuple[int, NDArray[Any]]:
-        """What is on disk alone."""
+        """What is on disk, wherever else it is."""
         assert self.tier is not None
         page = self.tier.engine.list(tenant, namespace or None, cursor, limit)
         ids = np.ascontiguousarray(page.keys[:, 8:])
         in_ram = np.zeros(len(ids), FOUND)
         self.native.lookup(tenant, ids, 0, in_ram)
-        alone = in_ram["tier"] == Tier.ABSENT
+        told = in_ram["flags"] & _DIRTY == 0
         now_s = self.native.now_ms() // 1000
-        items = np.zeros(int(np.count_nonzero(alone)), _NATIVE_LIST_ITEM)
-        items["id"], items["data_length"], items["tier"] = ids[alone], page.lengths[alone], Tier.DISK
-        expiries = page.expiries[alone].astype(np.int64)
+        items = np.zeros(int(np.count_nonzero(told)), _NATIVE_LIST_ITEM)
+        items["id"], items["data_length"] = ids[told], page.lengths[told]
+        items["tier"] = np.where(in_ram["tier"][told] == Tier.RAM, Tier.RAM, Tier.DISK)
+        expiries = page.expiries[told].astype(np.int64)
         items["ttl_s"] = np.where(expiries == 0, 0, np.maximum(expiries - now_s, 1))
         return page.cursor and page.cursor + _ON_DISK, items
 
@@ -304,6 +333,8 @@ class RamStore:
 
     def tick(self) -> NDArray[Any]:
         self.native.tick()
+        if self.options.on_tick is not None:
+            self.options.on_tick()
         return np.frombuffer(self.native.take_settled(), SETTLED)
 
     def _on_settled(self) -> None:
@@ -311,6 +342,19 @@ class RamStore:
             self.wake()
 
     # For operators and tests ---------------------------------------------------------------------------------------------
+
+    def set_siblings(self, stores: Iterable[RamStore]) -> None:
+        """Other stores of the node, which may hold the same ids in blocks of another size: what is removed here is removed there."""
+        self._siblings = tuple(stores)
+        self.native.set_siblings(bool(self._siblings))
+
+    def tenant_usage(self) -> dict[int, int]:
+        """Octets of each tenant's values in RAM."""
+        return dict(self.native.bytes_of_tenants())
+
+    def set_default_quota(self, limit_bytes: int | None) -> None:
+        """At most so many octets of each tenant that has no quota of its own; None: as many as there is room for."""
+        self.native.set_default_limit(NO_LIMIT if limit_bytes is None else limit_bytes)
 
     def set_quota(self, tenant: int, limit_bytes: int | None) -> None:
         """At most so many octets of this tenant; None: as many as there is room for."""

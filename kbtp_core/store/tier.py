@@ -10,11 +10,13 @@ code without the GIL, and use the blocks themselves: nothing is copied on the wa
 
 from __future__ import annotations
 
+import atexit
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -59,6 +61,7 @@ _STATUS: Final = {
 }
 _PUT_STATUS: Final = np.array([_STATUS.get(status, Status.NO_SPACE) for status in DiskStatus], np.uint16)
 _WAIT_S: Final = 0.25
+_EXIT_TIMEOUT_S: Final = 2.0  # for a tier that was not closed before the interpreter ends
 _EXPIRE_EVERY_S: Final = 1.0
 
 
@@ -107,6 +110,8 @@ class DiskTier:
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._reader_count = reader_count
         self._next_expiry = 0.0
+        self._flushing = threading.Condition()  # guards the two below
+        self._writer_count = self._pause_count = 0
         slabs = slabs_of(engine)
         self.is_asked_natively: Final = slabs is not None
         """Whether `native` knows by itself what is on disk."""
@@ -117,6 +122,8 @@ class DiskTier:
         self._threads = [threading.Thread(target=run, name=name, daemon=True) for run, name in threads]
         for thread in self._threads:
             thread.start()
+        # A thread that still waits in native code while the interpreter is torn down would take the process with it.
+        atexit.register(self.close, _EXIT_TIMEOUT_S)
 
     def lookup(self, tenant: int, ids: Ids) -> NDArray[np.uint32]:
         """Lengths of what is on disk, 0 for what is not."""
@@ -152,18 +159,21 @@ class DiskTier:
         result: Deferred[int] = Deferred()
 
         def run() -> None:
-            count = in_ram()
-            try:
-                count += self.engine.remove_namespace(tenant, namespace)
-            finally:
-                in_ram()  # what was read from disk meanwhile
-                result.set(count)
+            count = 0
+            with self._no_flush():  # a value that is being written would count twice
+                count = in_ram()
+                try:
+                    count += self.engine.remove_namespace(tenant, namespace)
+                finally:
+                    in_ram()  # what was read from disk meanwhile
+                    result.set(count)
 
         self._tasks.put(run)
         return result
 
     def close(self, timeout_s: float = 30.0) -> bool:
         """Write what is dirty, within `timeout_s`, and end the threads; whether all of it was written. The engine stays open."""
+        atexit.unregister(self.close)
         deadline = time.monotonic() + timeout_s
         while self._native.stats()["dirty"] and time.monotonic() < deadline:
             self._native.wake_flushers()
@@ -176,14 +186,35 @@ class DiskTier:
             thread.join(max(0.1, deadline - time.monotonic()))
         return self._native.stats()["dirty"] == 0
 
+    @contextmanager
+    def _no_flush(self) -> Iterator[None]:
+        """No batch is being written meanwhile."""
+        with self._flushing:
+            self._pause_count += 1
+            self._flushing.wait_for(lambda: self._writer_count == 0)
+        try:
+            yield
+        finally:
+            with self._flushing:
+                self._pause_count -= 1
+                self._flushing.notify_all()
+
     # Threads -------------------------------------------------------------------------------------------------------------
 
     def _flush(self) -> None:
         items = np.zeros(self._batch_count, DISK_ITEM)
         while not self._is_closing:
-            count = self._native.take_dirty(items, _WAIT_S)
-            if count:
-                self._write(items[:count].copy())
+            with self._flushing:
+                self._flushing.wait_for(lambda: self._pause_count == 0)
+                self._writer_count += 1
+            try:
+                count = self._native.take_dirty(items, _WAIT_S)
+                if count:
+                    self._write(items[:count].copy())
+            finally:
+                with self._flushing:
+                    self._writer_count -= 1
+                    self._flushing.notify_all()
             self._expire()
 
     def _write(self, items: NDArray[Any]) -> None:

@@ -18,6 +18,7 @@ class Fake:
         self.live = self.count = total_bytes // block_bytes
         self.missed_count = 0
         self.held = 0
+        self.idle_bytes = 0
 
     @property
     def live_bytes(self) -> int:
@@ -47,6 +48,19 @@ def test_the_first_pool_has_all_and_later_ones_a_floor_of_the_largest() -> None:
     assert shares(first, second) == [0.938, 0.062]
     budget.add(third)
     assert shares(first, second, third) == [0.875, 0.062, 0.062]
+    budget.check_integrity()
+
+
+def test_a_new_pool_gets_what_the_others_do_not_use() -> None:
+    budget = RamBudget(TOTAL)
+    empty, used = Fake(4096), Fake(1024)
+    budget.add(empty)
+    empty.idle_bytes = TOTAL
+    budget.add(used)
+    assert shares(empty, used) == [0.062, 0.938]
+    used.idle_bytes = TOTAL // 2
+    budget.add(Fake(2048))
+    assert shares(empty, used) == [0.062, 0.438]
     budget.check_integrity()
 
 
@@ -103,8 +117,8 @@ def test_real_pools_park_blocks_and_use_them_again() -> None:
     pages, small = RamStore(16384, TOTAL), RamStore(4096, TOTAL)
     budget.add(pages)
     budget.add(small)
-    assert small.pool.live_count == 16
-    assert pages.pool.live_count == 60
+    assert pages.pool.live_count == 4
+    assert small.pool.live_count == 240
     for turn in range(4):
         small.native.set_now(1)
         budget.rebalance(float(turn))
@@ -112,10 +126,10 @@ def test_real_pools_park_blocks_and_use_them_again() -> None:
             store.target.check_integrity()
             store.check_integrity()
     assert small.unpark(3) == 3
-    assert small.pool.grant(7, 100) == 9  # half of what is live is for sessions
-    assert small.park(100) == 19 - 9
+    assert small.pool.grant(7, 1000) == 121  # half of what is live is for sessions
+    assert small.park(1000) == 243 - 121
     small.target.check_integrity()
     small.pool.revoke(7)
-    assert small.park(100) == 9
+    assert small.park(1000) == 121
     assert small.live_bytes == 0
     small.target.check_integrity()
