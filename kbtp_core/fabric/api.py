@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -390,8 +390,16 @@ class PutRequests(MessageRequests, Protocol):
         """What the values were answered so far (dtype PUT_RESULT)."""
 
 
-@dataclass(frozen=True)
-class Puts:
+LOOKUP_RESULT = np.dtype([("handle", "u8"), ("generation", "u2"), ("tier", "u1"), ("flags", "u1"), ("data_length", "u4")])
+"""What a LOOKUP found of one id, 16 octets, host byte order; see protocol.keyed."""
+
+
+class LookupRequests(MessageRequests, Protocol):
+    def results(self) -> Array:
+        """What was found of each id so far (dtype LOOKUP_RESULT); absent where no answer came, and behind a prefix."""
+
+
+class Puts(NamedTuple):
     """n values for a keyed store: ALLOC_STOREs into `handles`, and behind each `values_each` of them their PUBLISH.
 
     Value i is the memory at `addresses[i]` (`lengths[i]` octets; both of shape (n,) or (n, pieces)), which the caller vouches for. Up to
@@ -403,7 +411,7 @@ class Puts:
     handles: NDArray[np.uint64]
     addresses: NDArray[np.uint64]
     lengths: NDArray[np.uint32]
-    offsets: NDArray[np.uint64]
+    offsets: NDArray[np.uint64] | int
     stag: int
     flags: int
     inline_bytes: int
@@ -418,7 +426,13 @@ class RunsMessages(Protocol):
         """Post messages whose Request IDs are as FIRST_MESSAGE says; they end in one LOADS completion. Raises QueuePairClosed."""
 
     def post_puts(self, sequence: int, puts: Puts) -> PutRequests:
-        """Post values; their octets are copied before it returns, but for those that the target reads. Raises QueuePairClosed."""
+        """Post values; their octets are copied before it returns, but for those that the target reads.
+
+        Raises QueuePairClosed; ValueError for a long value without a region.
+        """
+
+    def post_lookups(self, sequence: int, tenant: int, flags: int, values_each: int, ids: NDArray[np.uint8]) -> LookupRequests:
+        """Post LOOKUPs of `ids` (n, 16), `values_each` in one message. Raises QueuePairClosed."""
 
     def settle(self, answer: bytes) -> bool:
         """Take an answer that came as RECEIVE; False if it is none to a message of a batch."""

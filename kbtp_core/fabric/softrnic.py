@@ -25,6 +25,7 @@ from kbtp_core.errors import ConfigError
 from kbtp_core.fabric.api import (
     COMPLETION,
     LOAD_RESULT,
+    LOOKUP_RESULT,
     PUT_RESULT,
     RECEIVE_REQUEST,
     WORK_REQUEST,
@@ -49,6 +50,8 @@ from kbtp_core.fabric.rnic_settings import RnicSettings, say_what_is_missing
 
 MAX_PRIVATE_DATA = 252
 """Octets that fit into a start-up frame which every known iWARP stack accepts (256 with the enhanced data)."""
+
+_PREFIX = 2  # of LOOKUP's flags
 
 
 class Region:
@@ -197,6 +200,19 @@ class PutRequests(MessageRequests):
         return np.frombuffer(_native.put_results(self._qp, self._native, self._value_count, self._values_each), PUT_RESULT)
 
 
+class LookupRequests(MessageRequests):
+    """See `fabric.api.LookupRequests`."""
+
+    __slots__ = ("_arguments",)
+
+    def __init__(self, qp: _native.QueuePair, native: _native.MessageBatch, count: int, values_each: int, is_prefix: bool) -> None:
+        super().__init__(qp, native)
+        self._arguments = count, values_each, is_prefix
+
+    def results(self) -> Array:
+        return np.frombuffer(_native.lookup_results(self._qp, self._native, *self._arguments), LOOKUP_RESULT)
+
+
 class Requester:
     """See `fabric.api.Requester` and `RunsMessages`."""
 
@@ -232,21 +248,12 @@ class Requester:
         return MessageRequests(self._qp, self._posted(_native.post_messages(self._qp, sequence, b"".join(messages), lengths)))
 
     def post_puts(self, sequence: int, puts: Puts) -> PutRequests:
-        native = _native.post_puts(
-            self._qp,
-            sequence,
-            puts.tenant,
-            puts.flags,
-            puts.inline_bytes,
-            puts.values_each,
-            puts.ids,
-            puts.handles,
-            puts.addresses,
-            puts.lengths,
-            puts.stag,
-            puts.offsets,
-        )
-        return PutRequests(self._qp, self._posted(native), len(puts.handles), puts.values_each)
+        native = self._posted(_native.post_puts(self._qp, sequence, puts))
+        return PutRequests(self._qp, native, len(puts.handles), puts.values_each)
+
+    def post_lookups(self, sequence: int, tenant: int, flags: int, values_each: int, ids: NDArray[np.uint8]) -> LookupRequests:
+        native = self._posted(_native.post_lookups(self._qp, sequence, tenant, flags, values_each, ids))
+        return LookupRequests(self._qp, native, len(ids), values_each, bool(flags & _PREFIX))
 
     def settle(self, answer: bytes) -> bool:
         return _native.settle(self._qp, answer)

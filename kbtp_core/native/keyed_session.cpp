@@ -28,6 +28,7 @@ std::optional<std::vector<u8>> answer_lookup(KeyedStore& store, std::span<const 
     if (flags & lookup_flag::promote)
         for (u64 i = 0; i < answered; ++i)
             if (found[i].tier == Tier::disk) return {};
+    store.note_lookup({found.data(), answered});
     auto out = answer_head(m, keyed_opcode::lookup_result, kHeader + 4 + kLookupItem * answered);
     store_be<u32>(&out[24], static_cast<u32>(answered));
     u8* at = out.data() + kHeader + 4;

@@ -94,10 +94,14 @@ u64 KeyedStore::lookup(u64 tenant, std::span<const u8> ids, u32 flags, LookupIte
             item.length = backing_->length_of(key);
             if (item.length) item.tier = Tier::disk;
         }
-        ++(item.tier == Tier::absent ? counters_.misses : counters_.hits);
         if (item.tier == Tier::absent && flags & lookup_flag::prefix) return i + 1;
     }
     return count;
+}
+
+void KeyedStore::note_lookup(std::span<const LookupItem> found) {
+    std::lock_guard lock(mutex_);
+    for (const LookupItem& item : found) ++(item.tier == Tier::absent ? counters_.misses : counters_.hits);
 }
 
 u64 KeyedStore::remove(u64 tenant, std::span<const u8> ids, bool fence, u8* was_there) {

@@ -187,6 +187,8 @@ class KeyedStore {
     // --- messages ---------------------------------------------------------------------------------------------------------------
     // Returns how many of the ids were answered: all, or with PREFIX up to the first that is absent.
     u64 lookup(u64 tenant, std::span<const u8> ids, u32 flags, LookupItem* out);
+    // Count what was found, once it is the answer.
+    void note_lookup(std::span<const LookupItem> found);
     // Decide the items whose result is undecided; returns how many still are (`is_read`, `is_committing`).
     u64 publish(const StoreGrant& grant, const Space& space, u64 tenant, u32 flags, std::span<const PublishItem> items, PublishResult* out);
     // As `publish`, all items or, with nothing changed, none: false if one can't be decided at once.

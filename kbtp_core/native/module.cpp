@@ -187,46 +187,6 @@ void bind_executor(nb::module_& m) {
         nb::arg("executor"), nb::arg("grant").none(), nb::arg("pool_bytes"));
 }
 
-// n values of one kind: an array of exactly that type, or an int that stands for all.
-template <class T>
-class Column {
-  public:
-    // Throws TypeError if `values` is neither.
-    explicit Column(nb::handle values) {
-        if (PyLong_Check(values.ptr())) {
-            const unsigned long long value = PyLong_AsUnsignedLongLong(values.ptr());
-            if (PyErr_Occurred()) throw nb::python_error();
-            if (value > std::numeric_limits<T>::max()) throw nb::type_error("a number that does not fit");
-            all_ = static_cast<T>(value);
-            return;
-        }
-        if (!PyObject_CheckBuffer(values.ptr()) || PyObject_GetBuffer(values.ptr(), &view_, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) != 0) {
-            PyErr_Clear();
-            throw nb::type_error("neither a number nor a contiguous array");
-        }
-        const std::string_view format = view_.format ? view_.format : "";
-        if (view_.ndim != 1 || view_.itemsize != sizeof(T) || format.size() != 1 ||
-            std::string_view("HILQ").find(format[0]) == format.npos) {
-            PyBuffer_Release(&view_);
-            throw nb::type_error("an array of another type or shape");
-        }
-    }
-    ~Column() {
-        if (view_.obj) PyBuffer_Release(&view_);
-    }
-    Column(const Column&) = delete;
-    Column& operator=(const Column&) = delete;
-
-    bool is_array() const { return view_.obj != nullptr; }
-    std::size_t size() const { return static_cast<std::size_t>(view_.len) / sizeof(T); }
-    bool fits(std::size_t count) const { return !is_array() || size() == count; }
-    T operator[](std::size_t i) const { return is_array() ? static_cast<const T*>(view_.buf)[i] : all_; }
-
-  private:
-    Py_buffer view_{};
-    T all_ = 0;
-};
-
 // Posts a batch of LOADs; the batch, or None if the pair has ended. Throws TypeError for values that have to be converted first.
 nb::object post_loads(QueuePair& q, u32 sequence, nb::handle handles, nb::handle generations, u32 stag, nb::handle offsets,
                       nb::handle lengths, u16 flags) {

@@ -109,6 +109,11 @@ void bind_store(nb::module_& m) {
         .def("set_now", &KeyedStore::set_now)
         .def("now_ms", &KeyedStore::now_ms)
         .def("lookup", &lookup)
+        .def("note_lookup",
+             [](KeyedStore& store, nb::handle found) {
+                 const Buffer items(found, false);
+                 store.note_lookup(items.as<const LookupItem>());
+             })
         .def("publish", &publish)
         .def("remove", &remove)
         .def("unfence",

@@ -33,28 +33,47 @@ nb::object post_messages(QueuePair& q, u32 sequence, const nb::bytes& octets, nb
     return post(q, std::make_shared<MessageBatch>(sequence, std::move(copy), std::vector<u32>(each.begin(), each.end())));
 }
 
-nb::object post_puts(QueuePair& q, u32 sequence, u64 tenant, u32 flags, u32 inline_bytes, u32 values_each, nb::handle ids,
-                     nb::handle handles, nb::handle addresses, nb::handle lengths, u32 stag, nb::handle offsets) {
-    const Buffer i(ids, false), h(handles, false), a(addresses, false), l(lengths, false), o(offsets, false);
-    const PutRequest request{tenant,
-                             flags,
-                             inline_bytes,
-                             values_each,
-                             stag,
-                             i.as<const u8>(),
-                             h.as<const u64>(),
-                             a.as<const u64>(),
-                             o.as<const u64>(),
-                             l.as<const u32>(),
-                             h.size() ? a.size() / h.size() : 0};
+// `puts` is a fabric.api.Puts.
+nb::object post_puts(QueuePair& q, u32 sequence, nb::handle puts) {
+    enum Field { ids, tenant, handles, addresses, lengths, offsets, stag, flags, inline_bytes, values_each };
+    const auto field = [&](Field at) { return nb::handle(PyTuple_GetItem(puts.ptr(), at)); };
+    const Buffer i(field(ids), false), h(field(handles), false), a(field(addresses), false), l(field(lengths), false);
+    const Column<u64> o(field(offsets));
+    PutRequest request{.tenant = nb::cast<u64>(field(tenant)),
+                       .flags = nb::cast<u32>(field(flags)),
+                       .inline_bytes = nb::cast<u32>(field(inline_bytes)),
+                       .values_each = nb::cast<u32>(field(values_each)),
+                       .stag = nb::cast<u32>(field(stag)),
+                       .ids = i.as<const u8>(),
+                       .handles = h.as<const u64>(),
+                       .addresses = a.as<const u64>(),
+                       .offsets = {},
+                       .lengths = l.as<const u32>(),
+                       .pieces = 0};
     const std::size_t count = request.handles.size();
-    if (count == 0 || values_each == 0 || request.ids.size() != 16 * count || request.addresses.size() != count * request.pieces ||
-        request.lengths.size() != request.addresses.size() || request.offsets.size() != count)
+    if (count) request.pieces = request.addresses.size() / count;
+    if (count == 0 || request.values_each == 0 || request.ids.size() != 16 * count || request.addresses.size() != count * request.pieces ||
+        request.lengths.size() != request.addresses.size() || !o.fits(count))
         throw std::invalid_argument("a put has as many ids, handles and offsets as values, and as many addresses as lengths");
+    std::vector<u64> starts(count);
+    for (std::size_t at = 0; at < count; ++at) starts[at] = o[at];
+    request.offsets = starts;
     std::shared_ptr<MessageBatch> batch;
     {
         nb::gil_scoped_release nogil;
         batch = make_puts(sequence, request);
+    }
+    if (!batch) throw std::invalid_argument("a value that is longer than inline values may be lies in no region: register its memory");
+    return post(q, std::move(batch));
+}
+
+nb::object post_lookups(QueuePair& q, u32 sequence, u64 tenant, u32 flags, u32 values_each, nb::handle ids) {
+    const Buffer i(ids, false);
+    if (i.size() == 0 || i.size() % 16 != 0 || values_each == 0) throw std::invalid_argument("ids have 16 octets each");
+    std::shared_ptr<MessageBatch> batch;
+    {
+        nb::gil_scoped_release nogil;
+        batch = make_lookups(sequence, tenant, flags, values_each, i.as<const u8>());
     }
     return post(q, std::move(batch));
 }
@@ -76,6 +95,11 @@ void bind_messages(nb::module_& m) {
     m.def("put_results", [](QueuePair& q, const MessageBatch& batch, std::size_t count, u32 values_each) {
         const auto results = q.read_batch([&] { return put_results(batch, count, values_each); });
         return nb::bytes(results.data(), results.size() * sizeof(PutResult));
+    });
+    m.def("post_lookups", &post_lookups);
+    m.def("lookup_results", [](QueuePair& q, const MessageBatch& batch, std::size_t count, u32 values_each, bool is_prefix) {
+        const auto results = q.read_batch([&] { return lookup_results(batch, count, values_each, is_prefix); });
+        return nb::bytes(results.data(), results.size() * sizeof(LookupResult));
     });
     m.def("settle", [](QueuePair& q, const nb::bytes& answer) { return q.settle({static_cast<const u8*>(answer.data()), answer.size()}); });
 }

@@ -4,10 +4,12 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/shared_ptr.h>
 
+#include <limits>
 #include <optional>
 #include <span>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 
 #include "keyed_session.hpp"
 
@@ -43,6 +45,46 @@ T* array_of(nanobind::handle array, std::size_t count, const char* what) {
     if (items.size() != count) throw std::invalid_argument(std::string("the array of ") + what + " has another length than it must have");
     return items.data();
 }
+
+// n values of one kind: an array of exactly that type, or an int that stands for all.
+template <class T>
+class Column {
+  public:
+    // Throws TypeError if `values` is neither.
+    explicit Column(nanobind::handle values) {
+        if (PyLong_Check(values.ptr())) {
+            const unsigned long long value = PyLong_AsUnsignedLongLong(values.ptr());
+            if (PyErr_Occurred()) throw nanobind::python_error();
+            if (value > std::numeric_limits<T>::max()) throw nanobind::type_error("a number that does not fit");
+            all_ = static_cast<T>(value);
+            return;
+        }
+        if (!PyObject_CheckBuffer(values.ptr()) || PyObject_GetBuffer(values.ptr(), &view_, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) != 0) {
+            PyErr_Clear();
+            throw nanobind::type_error("neither a number nor a contiguous array");
+        }
+        const std::string_view format = view_.format ? view_.format : "";
+        if (view_.ndim != 1 || view_.itemsize != sizeof(T) || format.size() != 1 ||
+            std::string_view("HILQ").find(format[0]) == format.npos) {
+            PyBuffer_Release(&view_);
+            throw nanobind::type_error("an array of another type or shape");
+        }
+    }
+    ~Column() {
+        if (view_.obj) PyBuffer_Release(&view_);
+    }
+    Column(const Column&) = delete;
+    Column& operator=(const Column&) = delete;
+
+    bool is_array() const { return view_.obj != nullptr; }
+    std::size_t size() const { return static_cast<std::size_t>(view_.len) / sizeof(T); }
+    bool fits(std::size_t count) const { return !is_array() || size() == count; }
+    T operator[](std::size_t i) const { return is_array() ? static_cast<const T*>(view_.buf)[i] : all_; }
+
+  private:
+    Py_buffer view_{};
+    T all_ = 0;
+};
 
 // `grant` is a fabric.api.StoreGrant or None.
 inline std::optional<StoreGrant> store_grant(nanobind::handle grant) {

@@ -7,8 +7,10 @@
 namespace kbtp {
 namespace {
 
-constexpr std::size_t kRequest = 40, kPublishHead = 40, kPublishItem = 32, kPublishResult = 12, kId = 16;
-constexpr u8 kLoad = 3, kAllocStore = 5, kCompletionOpcode = 8, kPublish = 0x82, kPublishResultOpcode = 0x83;
+constexpr std::size_t kRequest = 40, kLookupHead = 40, kLookupItem = 16, kPublishHead = 40, kPublishItem = 32, kPublishResult = 12,
+                      kId = 16;
+constexpr u8 kLoad = 3, kAllocStore = 5, kCompletionOpcode = 8, kLookup = 0x80, kLookupResultOpcode = 0x81, kPublish = 0x82,
+             kPublishResultOpcode = 0x83;
 constexpr u16 kInline = 0x0001, kSeal = 0x0002;
 constexpr u64 kNoHandle = ~u64{0};
 
@@ -99,7 +101,10 @@ std::shared_ptr<MessageBatch> make_puts(u32 sequence, const PutRequest& r) {
     std::size_t size = publishes * kPublishHead + count * (kRequest + kPublishItem);
     for (std::size_t i = 0; i < count; ++i) {
         for (std::size_t p = 0; p < r.pieces; ++p) totals[i] += r.lengths[i * r.pieces + p];
-        if (totals[i] <= r.inline_bytes) size += totals[i];
+        if (totals[i] <= r.inline_bytes)
+            size += totals[i];
+        else if (!r.stag)
+            return nullptr;
     }
     auto octets = std::make_shared<std::vector<u8>>(size);
     std::vector<u32> lengths, crcs(count);
@@ -160,6 +165,46 @@ std::vector<PutResult> put_results(const MessageBatch& batch, std::size_t count,
             result.status = load_be<u16>(at);
             result.generation = load_be<u16>(at + 2);
             result.handle = load_be<u64>(at + 4);
+        }
+    }
+    return results;
+}
+
+// --- lookups ----------------------------------------------------------------------------------------------------------------------
+
+std::shared_ptr<MessageBatch> make_lookups(u32 sequence, u64 tenant, u32 flags, u32 values_each, std::span<const u8> ids) {
+    const std::size_t count = ids.size() / kId, messages = (count + values_each - 1) / values_each;
+    auto octets = std::make_shared<std::vector<u8>>(messages * kLookupHead + ids.size());
+    std::vector<u32> lengths;
+    lengths.reserve(messages);
+    u8* at = octets->data();
+    for (std::size_t first = 0; first < count; first += values_each) {
+        const std::size_t some = std::min<std::size_t>(count - first, values_each);
+        encode_header(at, kLookup, 0, MessageBatch::request_id(sequence, lengths.size()), 0, 0);
+        store_be<u64>(at + 24, tenant);
+        store_be<u32>(at + 32, flags);
+        store_be<u32>(at + 36, static_cast<u32>(some));
+        std::copy_n(&ids[kId * first], kId * some, at + kLookupHead);
+        lengths.push_back(static_cast<u32>(kLookupHead + kId * some));
+        at += lengths.back();
+    }
+    return std::make_shared<MessageBatch>(sequence, std::move(octets), std::move(lengths));
+}
+
+std::vector<LookupResult> lookup_results(const MessageBatch& batch, std::size_t count, u32 values_each, bool is_prefix) {
+    std::vector<LookupResult> results(count, LookupResult{kNoHandle, 0, 0, 0, 0});
+    bool is_whole = true;
+    for (std::size_t first = 0, message = 0; first < count && (is_whole || !is_prefix); first += values_each, ++message) {
+        const std::vector<u8>& answer = batch.answers()[message];
+        const std::size_t asked = std::min<std::size_t>(count - first, values_each);
+        std::size_t found = 0;
+        if (answer.size() >= RequestBatch::kHeader + 4 && answer[1] == kLookupResultOpcode)
+            found = std::min<std::size_t>({load_be<u32>(&answer[24]), asked, (answer.size() - RequestBatch::kHeader - 4) / kLookupItem});
+        is_whole = found == asked;
+        const u8* at = answer.data() + RequestBatch::kHeader + 4;
+        for (std::size_t i = first; i < first + found; ++i, at += kLookupItem) {
+            results[i] = {load_be<u64>(at), load_be<u16>(at + 8), at[10], at[11], load_be<u32>(at + 12)};
+            is_whole = is_whole && at[10] != 0;
         }
     }
     return results;

@@ -146,7 +146,22 @@ struct PutResult {
 };
 static_assert(sizeof(PutResult) == 16);
 
+// Nothing if a value is too long to go inside its message, and there is no region to read it from.
 std::shared_ptr<MessageBatch> make_puts(u32 sequence, const PutRequest& request);
 std::vector<PutResult> put_results(const MessageBatch& batch, std::size_t count, u32 values_each);
+
+// Mirrors LOOKUP_RESULT of fabric/api.py.
+struct LookupResult {
+    u64 handle;
+    u16 generation;
+    u8 tier, flags;
+    u32 data_length;
+};
+static_assert(sizeof(LookupResult) == 16);
+
+// LOOKUPs of `ids`, 16 octets each, `values_each` in one message. What was found: absent where nothing was answered, and behind the first
+// absent one of a prefix.
+std::shared_ptr<MessageBatch> make_lookups(u32 sequence, u64 tenant, u32 flags, u32 values_each, std::span<const u8> ids);
+std::vector<LookupResult> lookup_results(const MessageBatch& batch, std::size_t count, u32 values_each, bool is_prefix);
 
 }  // namespace kbtp

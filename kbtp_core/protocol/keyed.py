@@ -14,6 +14,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
+from functools import cache
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -285,6 +286,7 @@ def message_limit(inline_bytes: int) -> int:
     return inline_bytes + MESSAGE_SPARE_BYTES
 
 
+@cache
 def items_limit(opcode: KeyedOpcode, inline_bytes: int) -> int:
     """How many items one message of that kind, and its answer, may have."""
     fixed, size = _SIZES[opcode]

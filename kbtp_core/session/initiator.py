@@ -24,7 +24,7 @@ from kbtp_core.protocol.keyed_batch import Encode
 from kbtp_core.session.direct import PendingDirect
 from kbtp_core.session.incarnation import process_incarnation
 from kbtp_core.session.initiator_core import InitiatorCore
-from kbtp_core.session.keyed import Asked, KeyedCalls, PutBatch
+from kbtp_core.session.keyed import Asked, KeyedCalls, Lookups, PutBatch
 from kbtp_core.session.loads import PendingLoads
 from kbtp_core.session.messages import PendingMessages
 from kbtp_core.session.pending import PendingBatch
@@ -302,6 +302,14 @@ class InitiatorSession(KeyedCalls):
         """Send keyed messages (`protocol.keyed_batch`); the calls of `KeyedCalls` make them."""
         with self._lock:
             return Asked(self, self._core.ask(encode, deadline))
+
+    def lookup(self, ids: Ids, tenant: int, *, deadline: float, flags: int = 0) -> Lookups:
+        """See `KeyedCalls.lookup`."""
+        with self._lock:
+            pending = self._core.lookup(np.ascontiguousarray(ids, np.uint8), tenant, int(flags), deadline)
+        if pending is None:
+            return super().lookup(ids, tenant, deadline=deadline, flags=flags)
+        return Lookups(Asked(self, pending), pending.results)
 
     def put(
         self,

@@ -52,11 +52,11 @@ from kbtp_core.protocol.direct import DirectAllocator, DirectLoad, DirectStore
 from kbtp_core.protocol.hello import HelloAck
 from kbtp_core.protocol.initiator import HelloParameters, Initiator, InitiatorState
 from kbtp_core.protocol.initiator_batch import Batch
-from kbtp_core.protocol.keyed import is_keyed, message_limit
+from kbtp_core.protocol.keyed import Ids, KeyedOpcode, is_keyed, items_limit, message_limit
 from kbtp_core.protocol.keyed_batch import Encode
 from kbtp_core.session.direct import DIRECT_DEPTH, DIRECT_ID, DirectOperations, PendingDirect
 from kbtp_core.session.loads import PendingLoads
-from kbtp_core.session.messages import PendingMessages, PendingPuts
+from kbtp_core.session.messages import PendingLookups, PendingMessages, PendingPuts
 from kbtp_core.session.pending import PendingBatch
 from kbtp_core.session.records import RecordSlots
 from kbtp_core.session.slots import ReceiveRows, SendRows
@@ -78,7 +78,7 @@ _RECEIVED_WORD: Final = int(
 _GREETINGS: Final = 2  # a HELLO_ACK, and a GOODBYE that may follow at once
 
 
-_Elsewhere = TypeVar("_Elsewhere", PendingLoads, PendingMessages, PendingPuts)
+_Elsewhere = TypeVar("_Elsewhere", PendingLoads, PendingMessages, PendingPuts, PendingLookups)
 
 
 class InitiatorCore:
@@ -109,7 +109,8 @@ class InitiatorCore:
         )
         self.qp: QueuePair = fabric.create_qp(self.pd, cq, limits)
         self.direct = DirectOperations(self.qp, self.pd, self.peer)
-        self._greetings = ReceiveRows(self.pd, _GREETINGS, HELLO_ACK_LIMIT_BYTES, _GREETING_ID)
+        longest = message_limit(parameters.inline_bytes) if parameters.capabilities & Capability.STORE else 0  # may come into one of them
+        self._greetings = ReceiveRows(self.pd, _GREETINGS, max(longest, HELLO_ACK_LIMIT_BYTES), _GREETING_ID)
         self._hellos = SendRows(self.pd, 2, HELLO_LIMIT_BYTES)
         self._sends: SendRows | None = None
         self._receives: ReceiveRows | None = None
@@ -245,6 +246,19 @@ class InitiatorCore:
         sequence = self._draw_sequence()
         try:
             return self._follow(PendingPuts(sequence, self._messages.post_puts(sequence, puts), region, deadline))
+        except QueuePairClosed:
+            raise self._ended() from None
+
+    def lookup(self, ids: Ids, tenant: int, flags: int, deadline: float) -> PendingLookups | None:
+        """Send LOOKUPs; None if there are none, or this session has to send them by `ask`. Raises as `ask` does."""
+        if self._messages is None or self.protocol.has_unsent or not len(ids):
+            return None
+        self.protocol.expect_store()
+        assert self.protocol.ack is not None
+        values_each = items_limit(KeyedOpcode.LOOKUP, self.protocol.ack.inline_bytes)
+        sequence = self._draw_sequence()
+        try:
+            return self._follow(PendingLookups(sequence, self._messages.post_lookups(sequence, tenant, flags, values_each, ids), deadline))
         except QueuePairClosed:
             raise self._ended() from None
 

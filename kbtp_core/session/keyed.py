@@ -74,7 +74,7 @@ class Asked:
 class KeyedResults:
     """n results under way; see `KeyedCalls`. Results are read when they are first asked for, after `wait`."""
 
-    def __init__(self, asked: Asked, read: Callable[[list[bytes]], NDArray[Any]]) -> None:
+    def __init__(self, asked: Asked, read: Callable[[], NDArray[Any]]) -> None:
         self._asked = asked
         self._read = read
         self._items: NDArray[Any] | None = None
@@ -101,7 +101,7 @@ class KeyedResults:
     def items(self) -> NDArray[Any]:
         """(n,) The results as one structured array."""
         if self._items is None:
-            items = self._read(self._asked.answers)
+            items = self._read()
             if not self.done:
                 return items
             self._items = items
@@ -329,7 +329,7 @@ class KeyedCalls(ABC):
         count, inline = len(ids), self.target.inline_bytes
         asked = self.ask(keyed_batch.lookups(ids, tenant, flags, inline), deadline)
         is_prefix = bool(flags & LookupFlag.PREFIX)
-        return Lookups(asked, lambda answers: keyed_batch.found(answers, count, inline, is_prefix=is_prefix))
+        return Lookups(asked, lambda: keyed_batch.found(asked.answers, count, inline, is_prefix=is_prefix))
 
     def publish(
         self,
@@ -350,7 +350,7 @@ class KeyedCalls(ABC):
         items["id"], items["handle"], items["generation"], items["crc"] = ids, handles, generations, crcs
         count, inline = len(ids), self.target.inline_bytes
         asked = self.ask(keyed_batch.publishes(items, tenant, flags, inline), deadline)
-        return Publishes(asked, lambda answers: keyed_batch.published(answers, count, inline))
+        return Publishes(asked, lambda: keyed_batch.published(asked.answers, count, inline))
 
     def remove(self, ids: Ids, tenant: int, *, deadline: float) -> Counted:
         """Forget values; `count` is how many were there."""
@@ -364,7 +364,7 @@ class KeyedCalls(ABC):
         items["handle"], items["generation"] = handles, generations
         count, inline = len(handles), self.target.inline_bytes
         asked = self.ask(keyed_batch.pins(items, PinFlag.PIN if is_pinned else PinFlag.UNPIN, lease_ms, inline), deadline)
-        return Pins(asked, lambda answers: keyed_batch.pinned(answers, count, inline))
+        return Pins(asked, lambda: keyed_batch.pinned(asked.answers, count, inline))
 
     def set_namespace(self, tenant: int, namespace: int, *, deadline: float, ttl_s: int = 0) -> Counted:
         """What this session publishes for `tenant` from now on belongs to `namespace`, and is forgotten after `ttl_s` (zero: never)."""

@@ -6,7 +6,7 @@ The promises are those of `session.loads`. Answers are kept as octets, and read 
 from __future__ import annotations
 
 from kbtp_core.errors import KbtpError
-from kbtp_core.fabric.api import Array, MessageRequests, PutRequests, Region
+from kbtp_core.fabric.api import Array, LookupRequests, MessageRequests, PutRequests, Region
 
 
 class PendingMessages:
@@ -50,3 +50,15 @@ class PendingPuts(PendingMessages):
     def results(self) -> Array:
         """What they were answered so far (dtype PUT_RESULT)."""
         return self._puts.results()
+
+
+class PendingLookups(PendingMessages):
+    """LOOKUPs at the requester."""
+
+    def __init__(self, sequence: int, requests: LookupRequests, deadline: float) -> None:
+        super().__init__(sequence, requests, None, deadline)
+        self._lookups = requests
+
+    def results(self) -> Array:
+        """What was found so far (dtype LOOKUP_RESULT)."""
+        return self._lookups.results()

@@ -32,22 +32,20 @@ def make_puts(
     flags: int,
     inline_bytes: int,
 ) -> Puts:
-    """The arrays of a put as a requester takes them. Raises ValueError for a long value without a region."""
-    sizes = np.ascontiguousarray(lengths, np.uint32)
-    if region is None and (sizes if sizes.ndim == 1 else sizes.sum(axis=1)).max(initial=0) > inline_bytes:
-        raise ValueError(f"a value of more than {inline_bytes} octets is read by the target: register its memory, and pass the region")
-    starts = np.broadcast_to(np.asarray(offsets, np.uint64), (len(handles),)) if region is not None else np.zeros(len(handles), np.uint64)
+    """The arrays of a put as a requester takes them."""
+    starts = offsets if isinstance(offsets, int) else np.ascontiguousarray(offsets, np.uint64)
+    stag = 0 if region is None else region.stag
     return Puts(
-        ids=np.ascontiguousarray(ids),
-        tenant=tenant,
-        handles=np.ascontiguousarray(handles, np.uint64),
-        addresses=np.ascontiguousarray(addresses, np.uint64),
-        lengths=sizes,
-        offsets=np.ascontiguousarray(starts),
-        stag=0 if region is None else region.stag,
-        flags=int(flags),
-        inline_bytes=inline_bytes,
-        values_each=keyed.items_limit(KeyedOpcode.PUBLISH, inline_bytes),
+        np.ascontiguousarray(ids, np.uint8),
+        tenant,
+        np.ascontiguousarray(handles, np.uint64),
+        np.ascontiguousarray(addresses, np.uint64),
+        np.ascontiguousarray(lengths, np.uint32),
+        starts,
+        stag,
+        int(flags),
+        inline_bytes,
+        keyed.items_limit(KeyedOpcode.PUBLISH, inline_bytes),
     )
 
 
@@ -61,6 +59,8 @@ class SplitPut:
         addresses = puts.addresses.reshape(len(puts.handles), -1)
         totals = lengths.sum(axis=1)
         self._near, self._far = np.flatnonzero(totals <= puts.inline_bytes), np.flatnonzero(totals > puts.inline_bytes)
+        if len(self._far) and region is None:
+            raise ValueError("a value that is longer than inline values may be lies in no region: register its memory")
         crcs = np.empty(len(totals), np.uint32)
         _native.crc32c_each(np.ascontiguousarray(addresses.reshape(-1)), np.ascontiguousarray(lengths.reshape(-1)), lengths.shape[1], crcs)
         self._stores: list[tuple[NDArray[np.intp], Any]] = []
@@ -70,7 +70,9 @@ class SplitPut:
             self._stores.append((self._near, core.submit(batch, None, deadline)))
         if len(self._far):
             at = self._far
-            batch = core.protocol.alloc_store(puts.handles[at], 0, puts.stag, puts.offsets[at], totals[at].astype(np.uint32), Flag.SEAL)
+            batch = core.protocol.alloc_store(
+                puts.handles[at], 0, puts.stag, np.broadcast_to(puts.offsets, len(totals))[at], totals[at].astype(np.uint32), Flag.SEAL
+            )
             self._stores.append((at, core.submit(batch, region, deadline)))
         items = np.zeros(len(totals), keyed.PUBLISH_ITEM)
         items["id"], items["handle"], items["crc"] = puts.ids, puts.handles, crcs

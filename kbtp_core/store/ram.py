@@ -224,6 +224,11 @@ class RamStore:
         return RamPeer(self, session)
 
     def lookup(self, tenant: int, ids: Ids, flags: int) -> NDArray[Any]:
+        found = self._find(tenant, ids, flags)
+        self.native.note_lookup(found)
+        return found
+
+    def _find(self, tenant: int, ids: Ids, flags: int) -> NDArray[Any]:
         found = np.zeros(len(ids), FOUND)
         if self.tier is None:
             return found[: self.native.lookup(tenant, np.ascontiguousarray(ids), flags, found)]

@@ -211,6 +211,28 @@ def test_a_long_value_without_a_region_is_a_mistake(keyed: Keyed) -> None:
         )
 
 
+def test_answers_and_values_in_many_segments_find_their_way() -> None:
+    fabric = SoftRnic(mulpdu=300)
+    world = Keyed(fabric, True)
+    session = world.connect(inline_bytes=4096, quota=16)
+    ids = ids_of(257 + 100)
+    data = np.arange(16, dtype=np.uint8).repeat(1000)
+    addresses = data.ctypes.data + np.arange(16, dtype=np.uint64) * 1000
+    handles = session.target.handle_base + np.arange(16, dtype=np.uint64)
+    result = session.put(ids[250:266], TENANT, handles, addresses, np.full(16, 1000, np.uint32), deadline=soon()).wait()
+    assert result.status.tolist() == [Status.OK] * 16
+    found = session.lookup(ids, TENANT, deadline=soon()).wait()
+    assert np.flatnonzero(found.tier).tolist() == list(range(250, 266))
+    memory = np.zeros((16, BLOCK), np.uint8)
+    region = session.register(memory)
+    at = slice(250, 266)
+    batch = session.load(found.handle[at], found.generation[at], region, np.arange(16) * BLOCK, BLOCK, deadline=soon()).wait()
+    assert batch.ok
+    assert (memory[:, :1000] == np.arange(16)[:, None]).all()
+    world.close()
+    fabric.close()
+
+
 def test_values_outlive_the_session_that_wrote_them(keyed: Keyed) -> None:
     writer = keyed.connect()
     put(writer, ids_of(1), [b"stays"])

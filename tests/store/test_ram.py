@@ -192,6 +192,21 @@ def test_a_publish_does_not_wait_for_ever_for_a_reader(world: World, native: boo
     world.check()
 
 
+def test_a_block_that_its_writer_can_still_write_to_is_copied(world: World) -> None:
+    peer = world.peer()
+    request_id = peer.alloc(0, b"as published")
+    stored = completion(peer.answer_to(request_id) or b"")
+    index = world.store.target.table.index_of(int(peer.handles[0]))
+    assert index is not None
+    world.store.target.confined[index] = "a domain"  # as if it had been bound by DIRECT_ALLOC
+    assert peer.publish([1], [0])[0].status == Status.OK
+    world.store.memory[stored.block_offset : stored.block_offset + 4] = 0xEE
+    assert peer.get(1) == b"as published"
+    assert not world.store.target.confined
+    assert world.store.pool.usage(peer.session.number) == 0
+    world.check()
+
+
 def test_a_prefix_lookup_ends_with_the_first_id_that_is_absent(world: World, native: bool) -> None:
     peer = world.peer(native)
     for name in (1, 2, 4):
