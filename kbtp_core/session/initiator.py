@@ -325,7 +325,7 @@ class InitiatorSession(KeyedCalls):
         flags: int = PublishFlag.NONE,
     ) -> PutBatch:
         """See `KeyedCalls.put`."""
-        puts = make_puts(ids, tenant, handles, addresses, lengths, region, offsets, flags, self.target.inline_bytes)
+        puts = make_puts(ids, tenant, handles, addresses, lengths, region, offsets, flags, self.target.inline_bytes, self.put_inline_bytes)
         with self._lock:
             pending = self._core.put(puts, region, deadline)
             if pending is not None:

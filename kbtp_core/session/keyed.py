@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -19,6 +19,8 @@ from kbtp_core.protocol.constants import NO_STATUS, Status
 from kbtp_core.protocol.hello import HelloAck
 from kbtp_core.protocol.keyed import Ids, LookupFlag, PinFlag, PublishFlag
 from kbtp_core.protocol.keyed_batch import Encode
+
+_INLINE_MOST: Final = 56 * 1024  # so that the message fits into one segment, and the target's executor can take it
 
 
 class Pending(Protocol):
@@ -280,15 +282,26 @@ class PutBatch:
 
     @property
     def is_kept(self) -> NDArray[np.bool_]:
-        """Which of the ids have a value now: this one, or that of an earlier writer."""
-        status = self.status
-        return np.asarray((status == Status.OK) | (status == Status.ALREADY_BOUND))
+        """See the function of that name."""
+        return is_kept(self.items)
 
     @property
     def is_settled(self) -> NDArray[np.bool_]:
-        stored, status = self.stored, self.status
-        failed = (stored != Status.OK) & (stored != NO_STATUS) & (stored != Status.ALREADY_BOUND)
-        return np.asarray(self.is_kept | (failed & (status != NO_STATUS)))
+        """See the function of that name."""
+        return is_settled(self.items)
+
+
+def is_kept(results: Array) -> NDArray[np.bool_]:
+    """Which of the ids of a put (dtype PUT_RESULT) have a value now: this one, or that of an earlier writer."""
+    status = results["status"]
+    return np.asarray((status == Status.OK) | (status == Status.ALREADY_BOUND))
+
+
+def is_settled(results: Array) -> NDArray[np.bool_]:
+    """Which of the handles that a put used are free again; elsewhere a block may be bound."""
+    stored, status = results["stored"], results["status"]
+    failed = (stored != Status.OK) & (stored != NO_STATUS) & (stored != Status.ALREADY_BOUND)
+    return np.asarray(is_kept(results) | (failed & (status != NO_STATUS)))
 
 
 class KeyedCalls(ABC):
@@ -314,8 +327,8 @@ class KeyedCalls(ABC):
     ) -> PutBatch:
         """Give values to the store, in one round trip: ALLOC_STOREs into `handles` of this session, and the PUBLISH of them.
 
-        Value i lies at `addresses[i]`, `lengths[i]` octets; both may be of shape (n, pieces). Up to the granted inline length its octets
-        are copied now. Longer ones are read by the target at `offsets[i]` of `region`, which is closed if the deadline passes.
+        Value i lies at `addresses[i]`, `lengths[i]` octets; both may be of shape (n, pieces). Up to `put_inline_bytes` its octets are
+        copied now. Longer ones are read by the target at `offsets[i]` of `region`, which is closed if the deadline passes.
 
         Raises ValueError for a long value without `region`, or if the target did not grant STORE; SessionClosed.
         """
@@ -323,6 +336,11 @@ class KeyedCalls(ABC):
     @property
     @abstractmethod
     def target(self) -> HelloAck: ...
+
+    @property
+    def put_inline_bytes(self) -> int:
+        """Values up to this go inside their messages, and need no region."""
+        return min(self.target.inline_bytes, _INLINE_MOST)
 
     def lookup(self, ids: Ids, tenant: int, *, deadline: float, flags: int = LookupFlag.NONE) -> Lookups:
         """Where are these values? With PREFIX what lies behind the first absent id counts as absent, too."""

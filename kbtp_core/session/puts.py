@@ -30,6 +30,7 @@ def make_puts(
     region: Region | None,
     offsets: ArrayLike,
     flags: int,
+    granted_bytes: int,
     inline_bytes: int,
 ) -> Puts:
     """The arrays of a put as a requester takes them."""
@@ -45,7 +46,7 @@ def make_puts(
         stag,
         int(flags),
         inline_bytes,
-        keyed.items_limit(KeyedOpcode.PUBLISH, inline_bytes),
+        keyed.items_limit(KeyedOpcode.PUBLISH, granted_bytes),
     )
 
 
@@ -76,9 +77,10 @@ class SplitPut:
             self._stores.append((at, core.submit(batch, region, deadline)))
         items = np.zeros(len(totals), keyed.PUBLISH_ITEM)
         items["id"], items["handle"], items["crc"] = puts.ids, puts.handles, crcs
-        self._publish: Any = core.submit(
-            core.protocol.ask(keyed_batch.publishes(items, puts.tenant, puts.flags, puts.inline_bytes)), None, deadline
-        )
+        assert core.protocol.ack is not None
+        self._granted_bytes = core.protocol.ack.inline_bytes
+        publishes = keyed_batch.publishes(items, puts.tenant, puts.flags, self._granted_bytes)
+        self._publish: Any = core.submit(core.protocol.ask(publishes), None, deadline)
 
     @property
     def parts(self) -> list[Any]:
@@ -99,7 +101,7 @@ class SplitPut:
     def results(self) -> Array:
         """As `PutRequests.results`."""
         results = np.zeros(len(self._puts.handles), PUT_RESULT)
-        published = keyed_batch.published(self.answers, len(results), self._puts.inline_bytes)
+        published = keyed_batch.published(self.answers, len(results), self._granted_bytes)
         for name in ("handle", "status", "generation"):
             results[name] = published[name]
         for at, part in self._stores:

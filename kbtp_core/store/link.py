@@ -24,11 +24,12 @@ from numpy.typing import NDArray
 
 from kbtp_core import _native
 from kbtp_core.errors import DeadlineExceeded, KbtpError, SessionClosed, SessionRefused
-from kbtp_core.fabric.api import Fabric, Region
-from kbtp_core.protocol.constants import NO_STATUS, Capability, Flag, Status
+from kbtp_core.fabric.api import PUT_RESULT, Fabric, Region
+from kbtp_core.protocol.constants import NO_STATUS, Capability, Status
 from kbtp_core.protocol.initiator import HelloParameters
 from kbtp_core.protocol.keyed import NO_HANDLE, Ids, LookupFlag, PublishFlag, Tier
 from kbtp_core.session import InitiatorSession
+from kbtp_core.session.keyed import PutBatch, is_kept, is_settled
 from kbtp_core.store.item_status import ItemStatus, item_statuses
 from kbtp_core.store.places import Places
 
@@ -308,35 +309,42 @@ class Link:
         flags: int,
         status: NDArray[np.uint8],
     ) -> None:
-        part = places.part(at)
-        crcs: NDArray[np.uint32] = np.empty(len(at), np.uint32)
-        _native.crc32c_each(np.ascontiguousarray(part.addresses), np.ascontiguousarray(part.lengths), part.addresses.shape[1], crcs)
-        stored: NDArray[np.uint16] = np.full(len(at), NO_STATUS, np.uint16)
-        published: NDArray[np.uint16] = np.full(len(at), NO_STATUS, np.uint16)
-        wanted = np.ascontiguousarray(ids[at])
-        batches: list[tuple[NDArray[np.intp] | slice, Region, Any]] = []
+        part, wanted = places.part(at), np.ascontiguousarray(ids[at])
+        results = np.zeros(len(at), PUT_RESULT)
+        results["stored"] = results["status"] = NO_STATUS
+        tenant = self._space.tenant
+        puts: list[tuple[NDArray[np.intp] | slice, Region | None, PutBatch]] = []
         try:
-            for group, region, offsets, size in regions_of(session, part):
-                batch = session.alloc_store(handles[group], 0, region, offsets, size, deadline=deadline, flags=Flag.SEAL)
-                batches.append((group, region, batch))
-            answers = session.publish(wanted, self._space.tenant, handles, 0, crcs, deadline=deadline, flags=flags)
-            for group, _, batch in batches:
-                batch.wait()
-                stored[group] = batch.status
-            answers.wait()
-            published = answers.status
-            kept = np.flatnonzero(answers.is_kept & (answers.handle != NO_HANDLE))  # it may be on disk alone
-            self._cache.keep(
-                np.ascontiguousarray(wanted[kept]),
-                np.ascontiguousarray(answers.handle[kept]),
-                np.ascontiguousarray(answers.generation[kept]),
-            )
+            if part.totals.max() <= session.put_inline_bytes:
+                put = session.put(wanted, tenant, handles, part.addresses, part.lengths, deadline=deadline, flags=flags)
+                puts.append((slice(None), None, put))
+            else:
+                for group, region, offsets, _ in regions_of(session, part):
+                    some = part.part(group)
+                    put = session.put(
+                        wanted[group],
+                        tenant,
+                        handles[group],
+                        some.addresses,
+                        some.lengths,
+                        region=region,
+                        offsets=offsets,
+                        deadline=deadline,
+                        flags=flags,
+                    )
+                    puts.append((group, region, put))
+            for group, _, put in puts:
+                results[group] = put.wait().items
+            kept = np.flatnonzero(is_kept(results) & (results["handle"] != NO_HANDLE))  # it may be on disk alone
+            if len(kept):
+                columns = [np.ascontiguousarray(results[name][kept]) for name in ("handle", "generation")]
+                self._cache.keep(wanted if len(kept) == len(wanted) else np.ascontiguousarray(wanted[kept]), *columns)
         finally:
-            for _, region, _ in batches:
-                region.close()
-            is_settled = (published == Status.OK) | (published == Status.ALREADY_BOUND)
-            is_settled |= (stored != Status.OK) & (stored != NO_STATUS) & (stored != Status.ALREADY_BOUND) & (published != NO_STATUS)
-            self._give_back(session, handles, is_settled)
+            for _, used, _ in puts:
+                if used is not None:
+                    used.close()
+            self._give_back(session, handles, is_settled(results))
+            stored, published = results["stored"], results["status"]
             refused = (stored != Status.OK) & (stored != NO_STATUS)
             status[at] = item_statuses(np.where(refused, stored, published))
             status[at[refused & (stored == Status.ALREADY_BOUND)]] = ItemStatus.NO_SPACE
