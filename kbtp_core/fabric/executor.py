@@ -47,6 +47,13 @@ class PoolExecutor(NativeExecutor):
     def give_back(self, block_offset: int) -> None:
         self.native.give_back(block_offset)
 
+    def allocate_many(self, count: int) -> NDArray[np.uint64]:
+        offsets = np.empty(count, np.uint64)
+        return offsets[: self.native.allocate_into(offsets)]
+
+    def give_back_many(self, block_offsets: NDArray[np.uint64]) -> None:
+        self.native.give_back_all(np.ascontiguousarray(block_offsets, np.uint64))
+
 
 def create_executor(table: Array, base_handle: int, block_bytes: int, pool: PoolState | None) -> NativeExecutor:
     """One that runs LOADs, or with `pool` stores and frees as well."""

@@ -152,6 +152,25 @@ void bind_executor(nb::module_& m) {
              })
         .def("allocate", &Executor::allocate)
         .def("give_back", &Executor::give_back)
+        .def(
+            "allocate_into",
+            [](Executor& e, nb::handle offsets) {
+                const Buffer buffer(offsets, true);
+                std::size_t count = 0;
+                for (u64& offset : buffer.as<u64>()) {
+                    const auto found = e.allocate();
+                    if (!found) break;
+                    offset = *found;
+                    ++count;
+                }
+                return count;
+            },
+            "As many blocks as there are and as fit into `offsets`; returns how many.")
+        .def("give_back_all",
+             [](Executor& e, nb::handle offsets) {
+                 const Buffer buffer(offsets, false);
+                 for (const u64 offset : buffer.as<const u64>()) e.give_back(offset);
+             })
         .def("stop", &Executor::stop);
 
     nb::class_<Work>(m, "Work")

@@ -94,10 +94,10 @@ class BlockPool:
         self.base_offset = base_offset
         self.memory = memory
         self._blocks = memory.reshape(self.block_count, block_bytes)
-        self.ring = FreeRing([base_offset + i * block_bytes for i in range(self.block_count)], masked=masked)
+        self.ring = FreeRing(base_offset + np.arange(self.block_count, dtype=np.uint64) * block_bytes, masked=masked)
         self._state = bytearray(self.block_count)  # a BlockState each
         self.cache: BlockCache | None = None
-        self._parked: list[int] = []
+        self._parked: NDArray[np.uint64] = np.zeros(0, np.uint64)
         self._allowances: dict[int, Allowance] = {}
         self._partitions: dict[int, Partition] = {}
 
@@ -175,17 +175,15 @@ class BlockPool:
         if self.cache is not None:
             self.cache.set_limit(self.live_count - self._promised_count)
 
-    def park(self, count: int) -> list[int]:
+    def park(self, count: int) -> NDArray[np.uint64]:
         """FREE -> PARKED: up to `count` blocks that no session was promised and that the cache can let go of; their Block Offsets."""
         limit = self.live_count - self._promised_count
         count = min(count, limit)
         if self.cache is not None:
             count = limit - self.cache.set_limit(limit - count)
-        offsets: list[int] = []
-        while len(offsets) < count and (offset := self.ring.allocate()) is not None:
-            self._move(offset, BlockState.FREE, BlockState.PARKED)
-            offsets.append(offset)
-        self._parked += offsets
+        offsets = self.ring.allocate_many(max(count, 0))
+        self._move_all(offsets, BlockState.FREE, BlockState.PARKED)
+        self._parked = np.concatenate((self._parked, offsets))
         if self.cache is not None and len(offsets) < count:
             self.cache.set_limit(self.live_count - self._promised_count)
         return offsets
@@ -193,9 +191,8 @@ class BlockPool:
     def unpark(self, count: int) -> int:
         """PARKED -> FREE; returns how many blocks."""
         offsets, self._parked = self._parked[:count], self._parked[count:]
-        for offset in offsets:
-            self._move(offset, BlockState.PARKED, BlockState.FREE)
-            self.ring.give_back(offset)
+        self._move_all(offsets, BlockState.PARKED, BlockState.FREE)
+        self.ring.give_back_many(offsets)
         if self.cache is not None:
             self.cache.set_limit(self.live_count - self._promised_count)
         return len(offsets)
@@ -267,7 +264,7 @@ class BlockPool:
             "the ring and the owner states differ"
         )
         assert sum(self.count(state) for state in BlockState) == self.block_count
-        assert {self._index(offset) for offset in self._parked} == {
+        assert {self._index(offset) for offset in self._parked.tolist()} == {
             index for index, state in enumerate(self._state) if state == BlockState.PARKED
         }
         owned = self.live_count - self.count(BlockState.FREE)
@@ -281,6 +278,11 @@ class BlockPool:
         if rest or not 0 <= index < self.block_count:
             raise ValueError(f"{offset:#x} is no Block Offset of this pool")
         return index
+
+    def _move_all(self, offsets: NDArray[np.uint64], before: BlockState, after: BlockState) -> None:
+        indexes = (offsets - np.uint64(self.base_offset)) // np.uint64(self.block_bytes)
+        assert (self.states[indexes] == before).all(), f"a block is not {before.name}"
+        self.states[indexes] = after
 
     def _move(self, offset: int, before: BlockState, after: BlockState) -> None:
         index = self._index(offset)

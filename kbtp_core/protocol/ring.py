@@ -20,7 +20,7 @@ import sys
 from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,6 +54,14 @@ class RingDriver(Protocol):
     def give_back(self, block_offset: int) -> None: ...
 
 
+@runtime_checkable
+class MovesMany(Protocol):
+    """A driver that moves many blocks in one call."""
+
+    def allocate_many(self, count: int) -> NDArray[np.uint64]: ...
+    def give_back_many(self, block_offsets: NDArray[np.uint64]) -> None: ...
+
+
 class Ticket(NamedTuple):
     """A place in the order of allocations, or of frees: `sequence` is what its slot carries, `slot` which slot that is."""
 
@@ -70,7 +78,7 @@ class FreeRing:
 
     def __init__(
         self,
-        block_offsets: Sequence[int],
+        block_offsets: Sequence[int] | NDArray[np.uint64],
         *,
         log2_slots: int | None = None,
         masked: bool = True,
@@ -101,11 +109,12 @@ class FreeRing:
         """Who allocates and gives back instead, once an executor shares this ring. Then nobody else moves Head, and no free waits."""
         self._initialize(block_offsets, first_sequence)
 
-    def _initialize(self, block_offsets: Sequence[int], first: int) -> None:
-        for slot in range(self.slot_count):
-            held = slot < self.block_count
-            sequence = first + slot if held else first + slot - self.slot_count
-            self._write_slot(slot, sequence % _TICKETS, block_offsets[slot] if held else EMPTY_SLOT)
+    def _initialize(self, block_offsets: Sequence[int] | NDArray[np.uint64], first: int) -> None:
+        sequences = first + np.arange(self.slot_count, dtype=np.int64)
+        sequences[self.block_count :] -= self.slot_count
+        self.slots["sequence"] = sequences % _TICKETS
+        self.slots["block_offset"][: self.block_count] = block_offsets
+        self.slots["block_offset"][self.block_count :] = EMPTY_SLOT
         self.counters[0] = self._counter(first)
         self.counters[1] = self._counter(first + self.block_count)
 
@@ -199,6 +208,25 @@ class FreeRing:
             return False
         self._write_slot(ticket.slot, ticket.sequence, block_offset)
         return True
+
+    def allocate_many(self, count: int) -> NDArray[np.uint64]:
+        """As `allocate`, up to `count` blocks."""
+        driver: object = self.driver
+        if isinstance(driver, MovesMany):
+            return driver.allocate_many(count)
+        offsets: list[int] = []
+        while len(offsets) < count and (offset := self.allocate()) is not None:
+            offsets.append(offset)
+        return np.array(offsets, np.uint64)
+
+    def give_back_many(self, block_offsets: NDArray[np.uint64]) -> None:
+        """As `give_back` for each."""
+        driver: object = self.driver
+        if isinstance(driver, MovesMany):
+            driver.give_back_many(block_offsets)
+            return
+        for offset in block_offsets.tolist():
+            self.give_back(offset)
 
     def listed_offsets(self) -> list[int]:
         """All Block Offsets in slots and in line for one, whether ticketed or not."""

@@ -194,7 +194,7 @@ class RamStore:
     def park(self, count: int) -> int:
         """Take up to `count` blocks out of use and give their memory back to the system; returns how many."""
         offsets = self.pool.park(count)
-        starts = sorted(offsets)
+        starts = np.sort(offsets).tolist()
         while starts and hasattr(mmap, "MADV_DONTNEED"):
             first = last = starts.pop()
             while starts and starts[-1] == first - self.block_bytes:

@@ -17,7 +17,7 @@ from kbtp_core.client import Client
 from kbtp_core.store.link import LinkOptions
 from peers import Octets, free_port, start, stop
 
-RAM = "3GiB"
+RAM = "6GiB"
 
 
 class Peer:
