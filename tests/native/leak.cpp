@@ -79,7 +79,7 @@ void one_connection(Device& client, Device& server, Listener& listener, const st
 
 int main(int count, char** arguments) {
     const int connections = count > 1 ? std::atoi(arguments[1]) : 10'000;
-    const auto client = std::make_shared<Device>(DeviceOptions{}), server = std::make_shared<Device>(DeviceOptions{});
+    const auto client = std::make_shared<Device>(DeviceOptions{}), server = std::make_shared<Device>(DeviceOptions{.progress_threads = 3});
     client->start();
     server->start();
     const auto cq = std::make_shared<CompletionQueue>();

@@ -17,7 +17,7 @@ from kbtp_core.protocol import Capability, HelloParameters, Status
 from kbtp_core.protocol.keyed import LookupFlag, Tier
 from kbtp_core.session import InitiatorSession, TargetServer
 from kbtp_core.store.ram import RamOptions, RamStore
-from tests.session.conftest import soon
+from tests.session.conftest import soon, threaded_rnic
 from tests.session.loopback import LoopbackFabric
 
 BLOCK = 4096
@@ -48,7 +48,8 @@ class Keyed:
 
 
 @pytest.fixture(
-    params=[(LoopbackFabric, False), (SoftRnic, True), (SoftRnic, False)], ids=["loopback", "softrnic", "softrnic-without-executor"]
+    params=[(LoopbackFabric, False), (SoftRnic, True), (threaded_rnic, True), (SoftRnic, False)],
+    ids=["loopback", "softrnic", "softrnic-of-3-threads", "softrnic-without-executor"],
 )
 def keyed(request: pytest.FixtureRequest) -> Iterator[Keyed]:
     kind, use_executor = request.param
@@ -165,12 +166,12 @@ def test_values_of_any_size_and_in_pieces_are_put_in_one_go(keyed: Keyed) -> Non
     result = session.put(ids, TENANT, handles, addresses, lengths, region=region, offsets=np.arange(count) * BLOCK, deadline=soon()).wait()
     assert result.status.tolist() == result.stored.tolist() == [Status.OK] * count
     assert result.is_settled.all()
-    memory = np.zeros((count, BLOCK), np.uint8)
+    seen = np.zeros((count, BLOCK), np.uint8)
     found = reader.lookup(ids, TENANT, deadline=soon()).wait()
     assert (found.handle == result.handle).all()
     assert (found.generation == result.generation).all()
-    reader.load(found.handle, found.generation, reader.register(memory), np.arange(count) * BLOCK, BLOCK, deadline=soon()).wait()
-    assert [memory[at, : len(value)].tobytes() for at, value in enumerate(values)] == values
+    reader.load(found.handle, found.generation, reader.register(seen), np.arange(count) * BLOCK, BLOCK, deadline=soon()).wait()
+    assert [seen[at, : len(value)].tobytes() for at, value in enumerate(values)] == values
     again = session.put(ids, TENANT, handles, addresses, lengths, region=region, offsets=np.arange(count) * BLOCK, deadline=soon()).wait()
     assert again.status.tolist() == [Status.ALREADY_BOUND] * count
     assert again.is_kept.all()
@@ -267,4 +268,36 @@ def test_overload_evicts_and_every_value_that_is_found_is_right(keyed: Keyed) ->
             batch = session.load(found.handle[at], found.generation[at], region, at * BLOCK, BLOCK, deadline=soon()).wait()
             good = at[batch.status == Status.OK]
             assert (memory[good, :64] == max(0, turn - 20)).all()
+    assert keyed.store.stats()["evicted"] > 0
+
+
+def test_sessions_that_put_get_and_remove_at_once_find_the_right_values_or_none(keyed: Keyed) -> None:
+    """Four sessions, each on its own thread here and perhaps there, want more values than the store has room for."""
+    ids = ids_of(400)
+    wrong: list[tuple[int, int]] = []
+    finished: list[int] = []
+
+    def churn(session: InitiatorSession, seed: int) -> None:
+        random = np.random.default_rng(seed)
+        memory = np.zeros((16, BLOCK), np.uint8)
+        region = session.register(memory)
+        for turn in range(40):
+            put(session, ids[(mine := random.choice(400, 16, replace=False))], [ids[i].tobytes() * 64 for i in mine])
+            wanted = random.choice(400, 16, replace=False)
+            found = session.lookup(ids[wanted], TENANT, deadline=soon()).wait()
+            if len(at := np.flatnonzero(found.has_handle)):
+                batch = session.load(found.handle[at], found.generation[at], region, at * BLOCK, BLOCK, deadline=soon()).wait()
+                for i in at[batch.status == Status.OK]:
+                    if memory[i, :1024].tobytes() != ids[wanted[i]].tobytes() * 64:
+                        wrong.append((seed, turn))
+            session.remove(ids[random.choice(400, 2)], TENANT, deadline=soon()).wait()
+        finished.append(seed)
+
+    threads = [threading.Thread(target=churn, args=(keyed.connect(), seed)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert wrong == []
+    assert sorted(finished) == [0, 1, 2, 3]
     assert keyed.store.stats()["evicted"] > 0
