@@ -75,6 +75,12 @@ def test_the_conformance_page_is_what_the_tests_say() -> None:
     assert run.returncode == 0, run.stdout + run.stderr
 
 
+def test_the_pages_of_settings_and_metrics_are_what_the_code_declares() -> None:
+    script = ROOT / "scripts" / "reference_pages.py"
+    run = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
 def test_the_conformance_suite_has_at_least_150_rules_and_both_roles() -> None:
     page = (ROOT / "docs" / "conformance.md").read_text()
     counts = re.search(r"(\d+) rules .* (\d+) that bind the sender and (\d+) that bind the receiver", page)

@@ -208,6 +208,7 @@ class StoreNode:
             writes_around=settings.write_mode == "around",
             acks_on_disk=settings.acknowledge == "disk",
             default_ttl_s=settings.ttl_s,
+            flush_threads=settings.flush_threads,
             on_tick=lambda: self._budget.rebalance(time.monotonic()),
         )
         store = RamStore(

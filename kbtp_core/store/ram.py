@@ -67,6 +67,8 @@ class RamOptions:
     """Every PUBLISH is answered only after the disk commit."""
     default_ttl_s: int = 0
     """How long values of clients live that name no time; 0: until they are evicted."""
+    flush_threads: int = 2
+    """How many write to disk."""
     on_tick: Callable[[], None] | None = None
     """Called now and then by whoever drives the target."""
 
@@ -162,7 +164,7 @@ class RamStore:
         self.pool.cache = self
         self.native.set_limit(self.block_count)
         self.target.keyed = self
-        self.tier: Final = None if disk is None else DiskTier(self.native, disk, self._on_settled)
+        self.tier: Final = None if disk is None else DiskTier(self.native, disk, self._on_settled, flusher_count=options.flush_threads)
 
     def close(self, timeout_s: float = 30.0) -> bool:
         """Write what is dirty; whether all of it was written in time. Without a disk there is nothing to do."""

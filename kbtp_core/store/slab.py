@@ -42,7 +42,7 @@ FAULT_POINTS: Final = (
 
 def extent_bytes_for(capacity_bytes: int) -> int:
     """The extent size of a store that does not name one: 64 MiB, or less where that would be too few extents for many slot sizes."""
-    least = min(EXTENT_BYTES // 4, capacity_bytes // 8)
+    least = min(EXTENT_BYTES // 16, capacity_bytes // 8)
     share = min(EXTENT_BYTES, max(UNIT_BYTES, capacity_bytes // 64, least))
     return 1 << (share.bit_length() - 1)
 
