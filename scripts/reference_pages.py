@@ -21,10 +21,10 @@ METRICS_HEAD = """# Metrics of a store
 """
 SETTINGS_HEAD = f"""# Settings of a store
 
-Each is a flag of `kbtp serve` (`--some-name VALUE`), a variable of the environment (`{ENVIRONMENT_PREFIX}SOME_NAME`), and a line of
-the TOML file that `--config` names (`some_name = value`). Flags win over the environment, and that wins over the file. An unknown name is an error that names
-the nearest match. Sizes are written like `4GiB`. At start the store logs every setting and where its value came from. This page is made
-from the declaration in `kbtp_core/store/settings.py` by `python scripts/reference_pages.py`.
+Each is a flag of `kbtp serve` (`--some-name VALUE`), a variable of the environment (`{ENVIRONMENT_PREFIX}SOME_NAME`),
+and a line of the TOML file that `--config` names (`some_name = value`). Flags win over the environment, and that wins over the file. An
+unknown name is an error that names the nearest match. Sizes are written like `4GiB`. At start the store logs every setting and where its
+value came from. This page is made from the declaration in `kbtp_core/store/settings.py` by `python scripts/reference_pages.py`.
 
 | setting | default | what |
 | --- | --- | --- |
