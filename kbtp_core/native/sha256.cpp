@@ -5,6 +5,7 @@
 #include <cstring>
 
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <immintrin.h>
 #endif
 
@@ -96,7 +97,8 @@ Compress compress = fastest();
 
 bool has_sha_instructions() {
 #if defined(__x86_64__)
-    return __builtin_cpu_supports("sse4.1") && __builtin_cpu_supports("sha");
+    unsigned a = 0, b = 0, c = 0, d = 0;  // not every compiler knows this feature by name
+    return __builtin_cpu_supports("sse4.1") && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & bit_SHA);
 #else
     return false;
 #endif
