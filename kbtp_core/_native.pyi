@@ -258,6 +258,7 @@ def open_slab(
     capacity_bytes: int,
     extent_bytes: int,
     direct: bool,
+    io_uring: bool,
     io_threads: int,
     io_timeout_s: float,
     ledger: TenantLedger,

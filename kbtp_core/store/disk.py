@@ -79,7 +79,8 @@ class Listing(NamedTuple):
 class Fault:
     """A fault on purpose, for tests: `action` happens at a visit of `point` (see `slab.FAULT_POINTS`).
 
-    `visit` counts from 1, and 0 is every visit. `amount` is octets written before the kill (torn), a bit (flip) or milliseconds (hang).
+    `visit` counts from 1, and 0 is every visit. `amount` is octets written before the kill (torn), a bit (flip), milliseconds (hang), or a
+    seed for which writes a power failure loses, 0 for all (lose).
     """
 
     point: str

@@ -58,13 +58,15 @@ class SlabEngine:
         extent_bytes: int | None = None,
         quotas: QuotaTable | None = None,
         direct: bool = True,
+        io_uring: bool = True,
         io_threads: int = 8,
         io_timeout_s: float = 20.0,
         faults: Sequence[Fault] = (),
     ) -> None:
         """Open the store in `folder`, or make it. Raises DiskError.
 
-        `direct` asks for O_DIRECT; where the filesystem has none, `stats()["is_direct"]` is 0. `faults` are for tests.
+        `direct` asks for O_DIRECT and `io_uring` for that; where the filesystem or the kernel has none, `stats()["is_direct"]` or
+        `stats()["has_io_uring"]` is 0. `faults` are for tests.
         """
         self.folder = folder
         self.quotas = quotas or QuotaTable()
@@ -74,6 +76,7 @@ class SlabEngine:
                 capacity_bytes,
                 extent_bytes or extent_bytes_for(capacity_bytes),
                 direct,
+                io_uring,
                 io_threads,
                 io_timeout_s,
                 self.quotas.ledger,

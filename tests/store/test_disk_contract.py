@@ -26,6 +26,10 @@ def slab(folder: Path, **options: QuotaTable) -> DiskEngine:
     return SlabEngine(folder, CAPACITY, extent_bytes=1 << 20, **options)
 
 
+def threads(folder: Path, **options: QuotaTable) -> DiskEngine:
+    return SlabEngine(folder, CAPACITY, extent_bytes=1 << 20, io_uring=False, **options)
+
+
 def group(folder: Path, **options: QuotaTable) -> DiskEngine:
     quotas = options.get("quotas") or QuotaTable()
     return DiskGroup({name: SlabEngine(folder / name, CAPACITY // 2, extent_bytes=1 << 20, quotas=quotas) for name in ("disk0", "disk1")})
@@ -35,7 +39,7 @@ def file(folder: Path, **options: QuotaTable) -> DiskEngine:
     return FileEngine(folder, CAPACITY, **options)
 
 
-@pytest.fixture(params=[slab, group, file], ids=["slab", "group", "file"])
+@pytest.fixture(params=[slab, threads, group, file], ids=["slab", "slab without io_uring", "group", "file"])
 def opener(request: pytest.FixtureRequest) -> Opener:
     made: Opener = request.param
     return made

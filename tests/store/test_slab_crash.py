@@ -1,8 +1,9 @@
 """The slab engine under kill -9 at every place where it writes or syncs, with torn writes among them.
 
 A child process works on a small store by a fixed script and notes in a journal what it begins and what was acknowledged. It kills
-itself at one visit of one fault point. Then the store is opened here, and each key must be one of the values that were put and not yet
-taken back, or a miss; what was acknowledged and never taken back must be there.
+itself at one visit of one fault point, or has a power failure there: what was written and not synced is lost, all or some of it. Then
+the store is opened here, and each key must be one of the values that were put and not yet taken back, or a miss; what was acknowledged
+and never taken back must be there.
 """
 
 from __future__ import annotations
@@ -157,6 +158,7 @@ def faults_at(point: str, visits: int) -> Iterator[Fault]:
         yield Fault(point, visits, "kill_after")
     for visit in range(1, visits + 1):
         yield Fault(point, visit, "kill")
+        yield Fault(point, visit, "lose", visit % 3 and visit)
         if point in WRITES:
             yield Fault(point, visit, "torn", TORN_AFTER[visit % len(TORN_AFTER)])
 

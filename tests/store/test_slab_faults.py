@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,10 +27,8 @@ def folder() -> Iterator[Path]:
         yield path
 
 
-def open_store(folder: Path, *faults: Fault, extents: int = 16, io_timeout_s: float = 20.0, direct: bool = True) -> SlabEngine:
-    return SlabEngine(
-        folder / "store", extents * EXTENT_BYTES, extent_bytes=EXTENT_BYTES, io_timeout_s=io_timeout_s, direct=direct, faults=faults
-    )
+def open_store(folder: Path, *faults: Fault, extents: int = 16, **options: Any) -> SlabEngine:
+    return SlabEngine(folder / "store", extents * EXTENT_BYTES, extent_bytes=EXTENT_BYTES, faults=faults, **options)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -54,6 +53,15 @@ def test_a_bit_that_flips_on_its_way_to_the_disk_makes_a_miss_and_room(folder: P
         assert engine.lookup(keys_of(["b"])).tolist() == [0]
         assert put(engine, ["b"], 9000) == [OK]
         assert value(engine, "b") == octets_of("b", 9000)
+
+
+@pytest.mark.parametrize("io_uring", [False, True])
+def test_a_bit_that_flips_on_its_way_from_the_disk_makes_a_miss(folder: Path, io_uring: bool) -> None:
+    with open_store(folder, Fault("payload_read", 2, "flip", 777), io_uring=io_uring) as engine:
+        put(engine, ["a", "b", "c"], 9000)
+        result, octets = get(engine, ["a", "b", "c"])
+        assert sorted(result.status.tolist()) == [OK, OK, DiskStatus.MISS]
+        assert sum(part == octets_of(name, 9000) for name, part in zip(("a", "b", "c"), octets, strict=True)) == 2
 
 
 def test_a_bit_that_flips_on_the_disk_is_found_by_the_first_read_after_a_restart_even_of_a_part(folder: Path) -> None:
@@ -155,8 +163,10 @@ def test_a_write_or_sync_that_fails_degrades_the_disk_and_says_why(folder: Path,
         assert value(engine, "a") == octets_of("a", 9000)
 
 
-def test_one_bad_read_is_a_miss_and_many_in_a_row_degrade_the_disk(folder: Path) -> None:
-    with open_store(folder, Fault("payload_read", 1, "io_error"), *(Fault("payload_read", 3 + i, "io_error") for i in range(16))) as engine:
+@pytest.mark.parametrize("io_uring", [False, True])
+def test_one_bad_read_is_a_miss_and_many_in_a_row_degrade_the_disk(folder: Path, io_uring: bool) -> None:
+    faults = [Fault("payload_read", visit, "io_error") for visit in (1, *range(3, 19))]
+    with open_store(folder, *faults, io_uring=io_uring) as engine:
         put(engine, ["a"], 9000)
         assert value(engine, "a") is None
         assert value(engine, "a") == octets_of("a", 9000)
@@ -168,10 +178,13 @@ def test_one_bad_read_is_a_miss_and_many_in_a_row_degrade_the_disk(folder: Path)
         assert engine.stats()["read_errors"] == 17
 
 
-@pytest.mark.parametrize("point", ["payload_write", "payload_sync", "record_sync", "payload_read"])
-def test_a_disk_that_hangs_costs_its_timeout_once_and_touches_nothing_afterwards(folder: Path, point: str) -> None:
+@pytest.mark.parametrize(
+    ("point", "io_uring"),
+    [("payload_write", True), ("payload_sync", True), ("record_sync", True), ("payload_read", True), ("payload_read", False)],
+)
+def test_a_disk_that_hangs_costs_its_timeout_once_and_touches_nothing_afterwards(folder: Path, point: str, io_uring: bool) -> None:
     open_store(folder).close()
-    engine = open_store(folder, Fault(point, 2, "hang", 1200), io_timeout_s=0.3)
+    engine = open_store(folder, Fault(point, 2, "hang", 1200), io_timeout_s=0.3, io_uring=io_uring)
     assert put(engine, ["a"], 4096) == [OK]
     memory = np.full(4096, 0xDD, np.uint8)
     address, size, zero = (np.array([n], t) for n, t in ((memory.ctypes.data, np.uint64), (4096, np.uint32), (0, np.uint32)))
@@ -296,6 +309,13 @@ def test_without_direct_io_everything_works_and_says_so(folder: Path) -> None:
         assert engine.stats()["is_direct"] == 0
         assert put(engine, ["a"], 9001) == [OK]
         assert value(engine, "a") == octets_of("a", 9001)
+
+
+def test_a_kernel_without_io_uring_is_no_obstacle_and_shows(folder: Path) -> None:
+    with open_store(folder, io_uring=False) as engine:
+        assert engine.stats()["has_io_uring"] == 0
+        put(engine, ["a"], 9000)
+        assert value(engine, "a") == octets_of("a", 9000)
 
 
 def test_a_wrong_checksum_given_with_a_put_makes_a_miss(folder: Path) -> None:

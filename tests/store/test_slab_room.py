@@ -123,6 +123,30 @@ def test_the_housekeeper_keeps_slots_free_before_they_are_asked_for(folder: Path
         assert 4096 - 160 <= engine.stats()["values"] <= 4096 - 100
 
 
+def test_batches_of_many_extents_keep_finding_room_in_a_full_store(folder: Path) -> None:
+    with SlabEngine(folder / "store", 40 << 20, extent_bytes=1 << 20) as engine:
+        for start in range(0, 600, 20):
+            assert set(put(engine, names("big", 20, start), 200 << 10)) == {OK}
+        engine.check_integrity()
+
+
+def test_writers_side_by_side_in_a_full_store_all_find_room(folder: Path) -> None:
+    refused: list[DiskStatus] = []
+
+    def work(engine: SlabEngine, prefix: str) -> None:
+        for start in range(0, 160, 8):
+            refused.extend(status for status in put(engine, names(prefix, 8, start), 100 << 10) if status != OK)
+
+    with SlabEngine(folder / "store", 24 << 20, extent_bytes=1 << 20) as engine:
+        threads = [threading.Thread(target=work, args=(engine, prefix)) for prefix in "abcd"]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert refused == []
+        engine.check_integrity()
+
+
 @pytest.mark.slow
 def test_under_pressure_from_many_threads_nothing_is_wrong_and_nothing_is_lost(folder: Path) -> None:
     wrong: list[str] = []

@@ -38,12 +38,6 @@ struct AlignedCopy {
     u8* data;
 };
 
-int error_of(const Fault& fault) {
-    if (fault.action == FaultAction::no_space) return ENOSPC;
-    if (fault.action == FaultAction::read_only) return EROFS;
-    return fault.action == FaultAction::io_error ? EIO : 0;
-}
-
 int result_of(int returned, const Fault& fault) {
     const int error = returned == 0 ? 0 : errno;
     if (fault.action == FaultAction::kill_after) Faults::die();
@@ -62,6 +56,7 @@ DiskFile::~DiskFile() { ::close(fd_); }
 int DiskFile::write(FaultPoint point, const void* from, std::size_t size, u64 offset) const {
     const Fault fault = faults_->visit(point);
     if (const int error = error_of(fault)) return error;
+    if (auto* unsynced = faults_->unsynced()) unsynced->before_write(fd_, offset, size);
     const u8* octets = static_cast<const u8*>(from);
     if (fault.action == FaultAction::torn) {
         // A prefix of the new octets, which ends inside a sector: the rest of that sector is as it was.
@@ -97,7 +92,11 @@ int DiskFile::read(FaultPoint point, void* to, std::size_t size, u64 offset) con
 int DiskFile::sync(FaultPoint point) const {
     const Fault fault = faults_->visit(point);
     if (const int error = error_of(fault)) return error;
-    return result_of(::fdatasync(fd_), fault);
+    auto* unsynced = faults_->unsynced();
+    const u64 mark = unsynced ? unsynced->mark() : 0;
+    const int error = result_of(::fdatasync(fd_), fault);
+    if (unsynced && error == 0) unsynced->synced(fd_, mark);
+    return error;
 }
 
 int DiskFile::allocate(FaultPoint point, u64 size) const {
@@ -109,6 +108,7 @@ int DiskFile::allocate(FaultPoint point, u64 size) const {
 int DiskFile::punch(FaultPoint point, u64 offset, u64 size) const {
     const Fault fault = faults_->visit(point);
     if (const int error = error_of(fault)) return error;
+    if (auto* unsynced = faults_->unsynced()) unsynced->before_write(fd_, offset, size);
     return result_of(::fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset), static_cast<off_t>(size)),
                      fault);
 }

@@ -27,6 +27,8 @@ class DiskFile {
     u64 size() const;
     u64 next_data(u64 from) const;  // where the next octets are that may be other than zero, ~0 if there are none
     u64 next_hole(u64 from) const;
+    // For who reads by other means than this class.
+    Fault ahead_of(FaultPoint point) const { return faults_->visit(point, false); }
     int fd() const { return fd_; }
 
   private:

@@ -43,6 +43,11 @@ std::optional<Place> Extents::take(u32 units) {
     return take_open(size);
 }
 
+u64 Extents::available(u32 size) const {
+    const auto found = classes_.find(size);
+    return (found == classes_.end() ? 0 : found->second.free) + free_.size() * slots_in(size);
+}
+
 u32 Extents::take_slot(u32 extent) {
     Extent& e = extents_[extent];
     while (e.free_slots[e.first_word] == 0) ++e.first_word;

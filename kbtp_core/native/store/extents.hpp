@@ -35,6 +35,8 @@ class Extents {
     u32 slot_size(u32 units) const;
     // A slot for a value of so many units that costs no other value anything; nothing if there is none.
     std::optional<Place> take(u32 units);
+    // How many slots of this size `take` can give.
+    u64 available(u32 size) const;
     // At start: the slot is taken. False if there is none like it in that extent.
     bool restore(Place place, u32 units);
     void own(Place place, u32 number) { extents_[place.extent].owners[place.slot] = number; }

@@ -8,7 +8,7 @@
 #include <optional>
 #include <vector>
 
-#include "../bytes.hpp"
+#include "power_loss.hpp"
 
 namespace kbtp::store {
 
@@ -35,28 +35,38 @@ inline constexpr const char* kFaultPointNames[] = {
     "record_write",     "record_sync",      "clear_write",     "clear_punch",       "clear_sync",  "payload_read",  "table_read"};
 static_assert(std::size(kFaultPointNames) == static_cast<std::size_t>(FaultPoint::count));
 
-enum class FaultAction : u8 { none, kill, kill_after, torn, flip, no_space, io_error, read_only, hang };
+enum class FaultAction : u8 { none, kill, kill_after, lose, torn, flip, no_space, io_error, read_only, hang };
 
 struct Fault {
     FaultPoint point{};
     u64 visit = 0;  // counted from 1; 0: every visit
     FaultAction action = FaultAction::none;
-    u64 amount = 0;  // torn: octets written before the kill; flip: which bit; hang: milliseconds
+    u64 amount = 0;  // lose: 0 for all that was not synced, or a seed for some of it; torn: octets written before the kill; flip: which
+                     // bit; hang: milliseconds
 };
+
+// The errno that the visitor is to report, or 0.
+int error_of(const Fault& fault);
 
 // Any thread.
 class Faults {
   public:
-    explicit Faults(std::vector<Fault> plan) : plan_(std::move(plan)) {}
+    explicit Faults(std::vector<Fault> plan);
 
-    // What is to happen to this visit. A kill happens here, a hang is slept through here, then goes on.
-    Fault visit(FaultPoint point);
+    // What is to happen to this visit. A kill happens here, and a hang is slept through here, then goes on, unless the caller may not
+    // sleep.
+    Fault visit(FaultPoint point, bool may_sleep = true);
     [[noreturn]] static void die();
+
+    // Where what is not synced can get lost, or null.
+    UnsyncedWrites* unsynced() { return loses_power_ ? &unsynced_ : nullptr; }
 
     u64 visits(FaultPoint point) const { return visits_[static_cast<std::size_t>(point)].load(std::memory_order_relaxed); }
 
   private:
     const std::vector<Fault> plan_;
+    const bool loses_power_;
+    UnsyncedWrites unsynced_;
     std::array<std::atomic<u64>, static_cast<std::size_t>(FaultPoint::count)> visits_{};
 };
 

@@ -107,7 +107,8 @@ std::size_t number_of(const Names& names, const std::string& name) {
 }
 
 std::vector<Fault> faults_from(nb::list plan) {
-    static constexpr const char* kActions[] = {"none", "kill", "kill_after", "torn", "flip", "no_space", "io_error", "read_only", "hang"};
+    static constexpr const char* kActions[] = {"none", "kill",     "kill_after", "lose",      "torn",
+                                               "flip", "no_space", "io_error",   "read_only", "hang"};
     std::vector<Fault> faults;
     for (nb::handle item : plan) {
         const auto point = nb::cast<std::string>(item[0]), action = nb::cast<std::string>(item[2]);
@@ -137,9 +138,9 @@ void crc32c_values(In<u64> addresses, In<u32> lengths, Out<u32> crcs) {
         crcs.data()[i] = crc32c_extend(0, reinterpret_cast<const void*>(addresses.data()[i]), lengths.data()[i]);
 }
 
-std::shared_ptr<Slab> open_slab(const std::string& folder, u64 capacity_bytes, u64 extent_bytes, bool direct, u32 io_threads,
+std::shared_ptr<Slab> open_slab(const std::string& folder, u64 capacity_bytes, u64 extent_bytes, bool direct, bool io_uring, u32 io_threads,
                                 double io_timeout_s, std::shared_ptr<TenantLedger> ledger, nb::list faults) {
-    SlabOptions options{folder, capacity_bytes, extent_bytes, direct, io_threads, io_timeout_s, faults_from(faults)};
+    SlabOptions options{folder, capacity_bytes, extent_bytes, direct, io_uring, io_threads, io_timeout_s, faults_from(faults)};
     nb::gil_scoped_release nogil;
     // A process that was forked off has none of the threads that an end would wait for, so it leaves the store alone.
     const auto end = [opener = ::getpid()](Slab* slab) {
@@ -179,6 +180,6 @@ void kbtp::bind_slab(nb::module_& m) {
         .def("check_integrity", &Slab::check_integrity, nogil);
 
     m.def("open_slab", &open_slab, nb::arg("folder"), nb::arg("capacity_bytes"), nb::arg("extent_bytes"), nb::arg("direct"),
-          nb::arg("io_threads"), nb::arg("io_timeout_s"), nb::arg("ledger"), nb::arg("faults"));
+          nb::arg("io_uring"), nb::arg("io_threads"), nb::arg("io_timeout_s"), nb::arg("ledger"), nb::arg("faults"));
     m.def("crc32c_values", &crc32c_values, nb::arg("addresses"), nb::arg("lengths"), nb::arg("crcs"));
 }

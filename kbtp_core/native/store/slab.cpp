@@ -10,6 +10,7 @@ namespace kbtp::store {
 namespace {
 
 constexpr u32 kStep = u32{1} << 14;  // entries looked at in one go, so that nobody waits long for the mutex
+constexpr std::size_t kAhead = 12;   // keys whose memory is asked for before it is needed
 constexpr u16 kPinsMost = 0xFFF0;
 constexpr std::size_t kClearedAtOnce = std::size_t{1} << 16;
 
@@ -115,6 +116,8 @@ void Slab::lookup(const u8* keys, std::span<u32> lengths) {
     for (std::size_t i = 0; i < lengths.size();) {
         const std::lock_guard guard(mutex_);
         for (const std::size_t end = std::min<std::size_t>(i + kStep, lengths.size()); i < end; ++i) {
+            if (i + 2 * kAhead < end) values_.fetch_bucket(key_at(keys + (i + 2 * kAhead) * kKeyOctets));
+            if (i + kAhead < end) values_.fetch_value(key_at(keys + (i + kAhead) * kKeyOctets));
             const u32 number = is_away ? kNone : values_.find(key_at(keys + i * kKeyOctets));
             lengths[i] = can_serve(number, now) ? values_[number].length : 0;
         }

@@ -126,8 +126,8 @@ class Slab {
     void write_payloads(const PutBatch& batch, std::vector<Leader>& leaders);
     void write_records(std::vector<Leader>& leaders);
     std::vector<PlacedRecord> records_of(const std::vector<Leader>& leaders);
-    u64 make_room(u32 units, u64 count);
-    u64 drain(u32 extent, std::unique_lock<std::mutex>& lock);
+    void make_room(u32 units, u64 count);
+    bool drain(u32 extent, std::unique_lock<std::mutex>& lock);
     void make_space_on_filesystem();
     int clear(const std::vector<u32>& numbers);
     void wait_and_clear(const std::vector<u32>& numbers);

@@ -4,15 +4,13 @@
 #include <cerrno>
 #include <system_error>
 
-#include "../crc32c.hpp"
-
 namespace kbtp::store {
 namespace {
 
-constexpr u32 kChunk = u32{1} << 20;  // octets that a thread moves at a time
-constexpr u32 kReadErrorsMost = 16;   // in a row; a single bad sector does not take the disk out of service
-
-constexpr u32 round_up(u32 n) { return (n + (kUnit - 1)) & ~(kUnit - 1); }
+constexpr u32 kChunk = u32{1} << 20;                                   // octets that a thread moves at a time
+constexpr u64 kRingBatch = u64{4} << 20, kRingValue = u64{128} << 10;  // octets; larger batches of larger values go to the threads
+constexpr std::size_t kRingsKept = 16;
+constexpr u32 kReadErrorsMost = 16;  // in a row; a single bad sector does not take the disk out of service
 
 // Runs `use` on the caller's memory; ETIMEDOUT if the caller went away.
 template <class Use>
@@ -23,23 +21,13 @@ int touching(IoBatch& batch, Use&& use) {
     return 0;
 }
 
-// `octets` stand at `at` of the value: the checksum goes on over them, and what lies in [begin, end) is copied.
-void take_octets(Transfer& t, const u8* octets, u32 at, u32 size) {
-    const u32 first = std::clamp(t.begin, at, at + size), last = std::clamp(t.end, first, at + size);
-    if (t.is_whole) t.crc = crc32c_extend(t.crc, octets, first - at);
-    t.crc = crc32c_copy(t.crc, t.address + (first - t.begin), octets + (first - at), last - first);
-    if (t.is_whole) t.crc = crc32c_extend(t.crc, octets + (last - at), at + size - last);
-}
-
 int read_one(const DiskFile& file, Transfer& t, IoBatch& batch, Bounce& bounce) {
-    const u32 begin = t.is_whole ? 0 : t.begin & ~(kUnit - 1), end = t.is_whole ? t.length : t.end;
-    u8* room = bounce.room(std::min(kChunk, round_up(end - begin)));
+    const u32 begin = t.read_begin(), end = t.read_end();
+    u8* room = bounce.room(std::min(kChunk, whole_units(end - begin)));
     for (u32 at = begin; at < end; at += kChunk) {
         const u32 size = std::min(kChunk, end - at);
-        if (const int error = file.read(FaultPoint::payload_read, room, round_up(size), t.payload + at)) return error;
-        const u32 skipped = t.is_whole || at >= t.begin ? 0 : t.begin - at;  // the part begins inside a unit
-        const int error = touching(batch, [&] { take_octets(t, room + skipped, at + skipped, size - skipped); });
-        if (error) return error;
+        if (const int error = file.read(FaultPoint::payload_read, room, whole_units(size), t.payload + at)) return error;
+        if (const int error = touching(batch, [&] { t.take(room, at, size); })) return error;
     }
     crc32c_copy_fence();
     return 0;
@@ -53,7 +41,7 @@ int write_one(const DiskFile& file, const Transfer& t, IoBatch& batch, Bounce& b
             if (const int error = file.write(FaultPoint::payload_write, t.address, at, t.payload)) return error;
     }
     for (; at < t.length; at += kChunk) {
-        const u32 size = std::min(kChunk, t.length - at), padded = round_up(size);
+        const u32 size = std::min(kChunk, t.length - at), padded = whole_units(size);
         u8* room = bounce.room(padded);
         const int gone = touching(batch, [&] { std::memcpy(room, t.address + at, size); });
         if (gone) return gone;
@@ -110,11 +98,41 @@ int SlabDisk::read(const Transfers& transfers) {
     if (is_degraded()) return EIO;
     const auto files = files_;
     const auto count = static_cast<u32>(transfers->size());
+    u64 bytes = 0;
+    for (const Transfer& t : *transfers) bytes += t.read_end() - t.read_begin();
+    if (bytes <= std::max(kRingBatch, kRingValue * count))
+        if (auto ring = take_ring()) return settle(read_by_ring(std::move(ring), *transfers) ? 0 : ETIMEDOUT, "reading values");
     const bool done = pool_.run(count, [files, transfers](u32 index, IoBatch& batch, Bounce& bounce) {
         Transfer& t = (*transfers)[index];
         t.error = read_one(files->extents, t, batch, bounce);
     });
     return settle(done ? 0 : ETIMEDOUT, "reading values");
+}
+
+// A ring that is this caller's alone until it gives it back, or nothing where there are none.
+std::unique_ptr<ReadRing> SlabDisk::take_ring() {
+    if (!has_rings()) return nullptr;
+    {
+        const std::lock_guard guard(rings_mutex_);
+        if (!rings_.empty()) {
+            auto ring = std::move(rings_.back());
+            rings_.pop_back();
+            return ring;
+        }
+    }
+    auto ring = ReadRing::open();
+    if (!ring) has_rings_ = false;
+    return ring;
+}
+
+bool SlabDisk::read_by_ring(std::unique_ptr<ReadRing> ring, std::vector<Transfer>& transfers) {
+    if (!ring->run(files_->extents, transfers, timeout_)) {
+        static_cast<void>(ring.release());  // the kernel may still write to its memory
+        return false;
+    }
+    const std::lock_guard guard(rings_mutex_);
+    if (rings_.size() < kRingsKept) rings_.push_back(std::move(ring));
+    return true;
 }
 
 int SlabDisk::write(const Transfers& transfers) {

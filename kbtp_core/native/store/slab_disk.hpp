@@ -14,6 +14,7 @@
 
 #include "disk_file.hpp"
 #include "io_pool.hpp"
+#include "read_ring.hpp"
 #include "record.hpp"
 
 namespace kbtp::store {
@@ -21,23 +22,11 @@ namespace kbtp::store {
 struct SlabOptions {
     std::string folder;
     u64 capacity_bytes = 0, extent_bytes = 0;
-    bool direct = true;
+    bool direct = true, io_uring = true;
     u32 io_threads = 8;
     double io_timeout_s = 20;
     std::vector<Fault> faults;
 };
-
-// One value's payload between its slot and the caller's memory.
-struct Transfer {
-    u64 payload = 0;  // where it begins on the disk
-    u8* address = nullptr;
-    u32 length = 0;          // of the value
-    u32 begin = 0, end = 0;  // read: the part that the caller gets
-    bool is_whole = false;   // read: all octets, for their checksum
-    u32 crc = 0;             // read: of the whole, or of the part
-    int error = 0;
-};
-using Transfers = std::shared_ptr<std::vector<Transfer>>;
 
 struct PlacedRecord {
     u64 at;
@@ -57,6 +46,7 @@ class SlabDisk {
     const Superblock& superblock() const { return block_; }  // as it was found
     bool is_direct() const { return is_direct_; }
     bool is_allocated() const { return is_allocated_; }
+    bool has_rings() const { return has_rings_.load(std::memory_order_relaxed); }
 
     // Every octet of the table that may be other than zero, in order, in runs of whole records. Throws StoreError.
     void scan(const std::function<void(u64 at, const u8* octets, std::size_t size)>& run);
@@ -107,6 +97,8 @@ class SlabDisk {
     int sync_once(FaultPoint point);
     int on_pool(std::function<int()> work);
     int settle(int error, const char* what);
+    std::unique_ptr<ReadRing> take_ring();
+    bool read_by_ring(std::unique_ptr<ReadRing> ring, std::vector<Transfer>& transfers);
 
     const std::string folder_;
     const std::shared_ptr<Faults> faults_;
@@ -115,6 +107,10 @@ class SlabDisk {
     IoPool pool_;
     Superblock block_;
     bool is_direct_ = false, is_allocated_ = true;
+    const std::chrono::milliseconds timeout_;
+    std::atomic<bool> has_rings_;
+    std::mutex rings_mutex_;
+    std::vector<std::unique_ptr<ReadRing>> rings_;  // that nobody uses now
     GroupSync payload_sync_, record_sync_, clear_sync_;
     std::atomic<bool> is_degraded_{false}, hangs_{false};
     std::atomic<u32> read_errors_{0};  // in a row

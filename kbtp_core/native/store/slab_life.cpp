@@ -119,6 +119,7 @@ std::vector<std::pair<std::string, u64>> Slab::stats() {
         {"slot_sizes", extents_.classes().size()},
         {"index_bytes", values_.memory_bytes() + extents_.memory_bytes()},
         {"is_direct", disk_.is_direct()},
+        {"has_io_uring", disk_.has_rings()},
         {"is_allocated", disk_.is_allocated()},
         {"is_degraded", disk_.is_degraded()},
         {"started_clean", disk_.superblock().is_clean},

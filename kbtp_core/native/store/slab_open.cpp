@@ -36,6 +36,8 @@ Geometry geometry_of(const SlabOptions& options) {
     return geometry;
 }
 
+std::chrono::milliseconds milliseconds_of(double seconds) { return std::chrono::milliseconds(static_cast<long long>(seconds * 1000)); }
+
 StoreId new_id() {
     StoreId id;
     std::random_device device;
@@ -48,13 +50,16 @@ StoreId new_id() {
 SlabDisk::SlabDisk(const SlabOptions& options)
     : folder_(options.folder),
       faults_(std::make_shared<Faults>(options.faults)),
-      pool_(options.io_threads, std::chrono::milliseconds(static_cast<long long>(options.io_timeout_s * 1000))) {
+      pool_(options.io_threads, milliseconds_of(options.io_timeout_s)),
+      timeout_(milliseconds_of(options.io_timeout_s)),
+      has_rings_(options.io_uring) {
     const Geometry wanted = geometry_of(options);
     try {
         fs::create_directories(folder_);
         lock_folder();
         find_superblock(wanted);
         open_files(options.direct);
+        if (auto ring = take_ring()) rings_.push_back(std::move(ring));
     } catch (const std::system_error& error) {
         fail(error.what(), error.code().value());
     }

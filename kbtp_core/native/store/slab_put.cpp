@@ -9,6 +9,7 @@
 namespace kbtp::store {
 namespace {
 
+constexpr int kEvictionsMost = 4;  // for one batch; other batches may take what was made for it
 constexpr std::size_t kWindowItems = std::size_t{1} << 14;
 
 void say(const PutBatch& batch, std::size_t index, Outcome outcome) { batch.outcomes[index] = static_cast<u8>(outcome); }
@@ -33,7 +34,7 @@ void Slab::put_window(const PutBatch& batch, std::size_t first, std::size_t last
     Admission admission;
     std::vector<std::size_t> todo(last - first);
     for (std::size_t i = first; i < last; ++i) todo[i - first] = i;
-    for (const bool is_retry : {false, true}) {
+    for (int round = 0; round <= kEvictionsMost; ++round) {
         admission.starved.clear();
         {
             const std::lock_guard guard(mutex_);
@@ -43,7 +44,7 @@ void Slab::put_window(const PutBatch& batch, std::size_t first, std::size_t last
         todo = admission.starved;
         std::map<u32, u64> needed;
         for (const std::size_t index : todo) ++needed[units_of(batch.lengths[index])];
-        if (!is_retry)
+        if (round < kEvictionsMost)
             for (const auto& [units, count] : needed) make_room(units, count);
     }
     write_out(batch, admission.leaders);

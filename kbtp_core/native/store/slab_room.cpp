@@ -6,8 +6,9 @@
 namespace kbtp::store {
 namespace {
 
-constexpr u64 kHysteresis = 2;              // an extent of another class is taken only if it is that much colder
-constexpr u64 kWatchedSlots = 32;           // smaller classes have no watermark: a slot of theirs is much of them
+constexpr u64 kHysteresis = 2;     // an extent of another class is taken only if it is that much colder
+constexpr u64 kWatchedSlots = 32;  // smaller classes have no watermark: a slot of theirs is much of them
+constexpr int kRoundsMost = 256;
 constexpr u64 kSparedSteps = u64{1} << 16;  // of CLOCK's hand, in which it spares what was read
 
 u64 low_mark(u64 slots) { return std::max<u64>(1, slots / 64); }
@@ -55,34 +56,32 @@ u32 Slab::choose_drain(u32 units) {
     return extents_.is_colder(other, own, kHysteresis) ? other : kNone;
 }
 
-// Free slots for `count` values of so many units, or fewer if nothing can go; returns for how many.
-u64 Slab::make_room(u32 units, u64 count) {
+// Sees to it that `count` values of so many units find slots, as far as anything can go for them.
+void Slab::make_room(u32 units, u64 count) {
     const std::lock_guard room(room_);
     std::unique_lock lock(mutex_);
-    const u32 size = extents_.slot_size(units);
-    if (const auto* c = extents_.size_class(size); extents_.free_extents() > 0 || (c && c->free >= count)) return count;  // made meanwhile
     ++counters_.reclaims;
-    u64 made = 0;
-    while (made < count) {
+    const u32 size = extents_.slot_size(units);
+    // Others take slots meanwhile; after so many rounds they had their share.
+    for (int round = 0; round < kRoundsMost; ++round) {
+        const u64 available = extents_.available(size);
+        if (available >= count) return;
         const u32 other = choose_drain(size);
         if (other != kNone) {
-            const u64 slots = drain(other, lock);
-            if (slots == 0) return made;
-            made += extents_.slots_in(size);
+            if (!drain(other, lock)) return;
             continue;
         }
-        const auto victims = choose_victims(size, count - made);
+        const auto victims = choose_victims(size, count - available);
+        if (victims.empty()) return;
         lock.unlock();
-        const bool is_clear = victims.empty() || clear(victims) == 0;
+        const bool is_clear = clear(victims) == 0;
         lock.lock();
-        if (victims.empty() || !is_clear) return made;
-        made += victims.size();
+        if (!is_clear) return;
     }
-    return made;
 }
 
-// Empties an extent; how many values went. Unlocks while it does.
-u64 Slab::drain(u32 extent, std::unique_lock<std::mutex>& lock) {
+// Empties an extent; false if nothing went. Unlocks while it does.
+bool Slab::drain(u32 extent, std::unique_lock<std::mutex>& lock) {
     std::vector<u32> numbers = extents_.begin_drain(extent);
     std::erase_if(numbers, [&](u32 number) { return values_[number].state != State::committed; });  // their hiders clear them
     for (const u32 number : numbers) {
@@ -103,7 +102,7 @@ u64 Slab::drain(u32 extent, std::unique_lock<std::mutex>& lock) {
         values_.forget(number);
     }
     extents_.end_drain(extent);
-    return error ? 0 : numbers.size();
+    return error == 0 && !numbers.empty();
 }
 
 // The table is sparse and may find the filesystem full; an emptied extent's records give blocks back.
@@ -128,13 +127,12 @@ void Slab::keep_house() {
         lock.unlock();
         const int error = numbers.empty() ? 0 : clear(numbers);
         for (const u32 units : low) {
-            u64 needed = 0;
+            u64 wanted = 0;
             {
                 const std::lock_guard guard(mutex_);
-                const auto* c = extents_.size_class(units);
-                if (c && c->free < high_mark(c->slots)) needed = high_mark(c->slots) - c->free;
+                if (const auto* c = extents_.size_class(units)) wanted = high_mark(c->slots);
             }
-            if (needed > 0) make_room(units, needed);
+            if (wanted > 0) make_room(units, wanted);
         }
         lock.lock();
         if (error && !is_ending_) house_work_.wait_for(lock, std::chrono::seconds(1));

@@ -26,6 +26,11 @@ u32 ValueTable::find(const Key& key) const {
     }
 }
 
+void ValueTable::fetch_value(const Key& key) const {
+    const u32 number = buckets_[home(key)];
+    if (number != kNone) __builtin_prefetch(&(*this)[number]);
+}
+
 u32 ValueTable::add(const Value& value) {
     if ((found_count_ + 1) * 5 > buckets_.size() * 4) resize(buckets_.size() * 2);
     u32 number = free_;

@@ -16,6 +16,9 @@ class ValueTable {
 
     // The number of the value with this key that can be found, or kNone.
     u32 find(const Key& key) const;
+    // Ahead of a find of this key: asks for the memory that it will look at, first the bucket, then, once that has come, the value.
+    void fetch_bucket(const Key& key) const { __builtin_prefetch(&buckets_[home(key)]); }
+    void fetch_value(const Key& key) const;
     // A value in a fresh entry, found by its key from now on. No other value with that key may be findable.
     u32 add(const Value& value);
     // Not found by its key any more; the entry stays.
