@@ -118,10 +118,13 @@ void QueuePair::attach_executor(std::shared_ptr<Executor> executor, RegionPtr po
     if (pool->pd() != pd_) throw std::invalid_argument("the pool region is of another protection domain than this queue pair");
     if (grant && executor->has_pool() && (!pool->has(access::local_write) || !executor->lies_in(*pool)))
         throw std::invalid_argument("stores need a pool region with LOCAL_WRITE that has all blocks of the executor's pool");
+    // The device's own share of it: the caller's may be Python's, which can't be let go of under a lock.
+    RegionPtr own = device_->regions().find(pool->stag());
+    if (own != pool) throw std::invalid_argument("the pool region was closed");
     std::lock_guard lock(tx_mutex_);
     if (executor_) throw std::invalid_argument("this queue pair has an executor already");
     executor_.emplace(std::move(executor), grant, pool->length());
-    pool_ = std::move(pool);
+    pool_ = std::move(own);
     has_executor_ = true;
 }
 

@@ -1,6 +1,9 @@
 #include "requester.hpp"
 
 #include <algorithm>
+#include <cstring>
+#include <mutex>
+#include <utility>
 
 #include "crc32c.hpp"
 
@@ -22,6 +25,42 @@ void encode_header(u8* out, u8 opcode, u16 flags, u64 request_id, u64 handle, u1
     store_be<u64>(out + 12, handle);
     store_be<u16>(out + 20, generation);
     store_be<u16>(out + 22, 0);
+}
+
+// Memory for messages on their way. What was sent is kept for the next, so that a put costs no fresh pages.
+class MessageMemory {
+  public:
+    std::shared_ptr<std::vector<u8>> take(std::size_t size) {
+        std::unique_ptr<std::vector<u8>> memory;
+        {
+            std::lock_guard lock(mutex_);
+            if (!free_.empty()) {
+                memory = std::move(free_.back());
+                free_.pop_back();
+            }
+        }
+        if (!memory) memory = std::make_unique<std::vector<u8>>();
+        memory->resize(size);
+        return {memory.release(), [this](std::vector<u8>* used) { give_back(std::unique_ptr<std::vector<u8>>(used)); }};
+    }
+
+  private:
+    static constexpr std::size_t kMost = 8, kLargest = 4 * 1024 * 1024;
+
+    void give_back(std::unique_ptr<std::vector<u8>> used) {
+        if (used->capacity() > kLargest) return;
+        std::lock_guard lock(mutex_);
+        if (free_.size() < kMost) free_.push_back(std::move(used));
+    }
+
+    std::mutex mutex_;
+    std::vector<std::unique_ptr<std::vector<u8>>> free_;
+};
+
+// Never destroyed: batches may outlive whatever is destroyed at exit.
+MessageMemory& message_memory() {
+    static auto* memory = new MessageMemory;
+    return *memory;
 }
 
 }  // namespace
@@ -106,7 +145,7 @@ std::shared_ptr<MessageBatch> make_puts(u32 sequence, const PutRequest& r) {
         else if (!r.stag)
             return nullptr;
     }
-    auto octets = std::make_shared<std::vector<u8>>(size);
+    auto octets = message_memory().take(size);
     std::vector<u32> lengths, crcs(count);
     lengths.reserve(count + publishes);
     u8* at = octets->data();
@@ -122,13 +161,12 @@ std::shared_ptr<MessageBatch> make_puts(u32 sequence, const PutRequest& r) {
             at += kRequest;
             u32 crc = 0;
             for (std::size_t p = i * r.pieces; p < (i + 1) * r.pieces; ++p) {
-                const auto* piece = reinterpret_cast<const u8*>(r.addresses[p]);
-                if (!is_inline) {
-                    crc = crc32c_extend(crc, piece, r.lengths[p]);
-                } else if (r.lengths[p] > 0) {
-                    crc = crc32c_copy(crc, at, piece, r.lengths[p]);
-                    at += r.lengths[p];
+                const u8* piece = reinterpret_cast<const u8*>(r.addresses[p]);
+                if (is_inline && r.lengths[p] > 0) {  // the copy stays in the cache: it is sent at once
+                    std::memcpy(at, piece, r.lengths[p]);
+                    piece = std::exchange(at, at + r.lengths[p]);
                 }
+                crc = crc32c_extend(crc, piece, r.lengths[p]);
             }
             crcs[i] = crc;
             lengths.push_back(static_cast<u32>(kRequest + (is_inline ? totals[i] : 0)));
@@ -146,7 +184,6 @@ std::shared_ptr<MessageBatch> make_puts(u32 sequence, const PutRequest& r) {
         }
         lengths.push_back(static_cast<u32>(kPublishHead + kPublishItem * (end - first)));
     }
-    crc32c_copy_fence();
     return std::make_shared<MessageBatch>(sequence, std::move(octets), std::move(lengths));
 }
 
@@ -174,7 +211,7 @@ std::vector<PutResult> put_results(const MessageBatch& batch, std::size_t count,
 
 std::shared_ptr<MessageBatch> make_lookups(u32 sequence, u64 tenant, u32 flags, u32 values_each, std::span<const u8> ids) {
     const std::size_t count = ids.size() / kId, messages = (count + values_each - 1) / values_each;
-    auto octets = std::make_shared<std::vector<u8>>(messages * kLookupHead + ids.size());
+    auto octets = message_memory().take(messages * kLookupHead + ids.size());
     std::vector<u32> lengths;
     lengths.reserve(messages);
     u8* at = octets->data();

@@ -233,3 +233,23 @@ def test_sessions_on_several_progress_threads_share_one_executor() -> None:
     assert executed == [0, *[rounds * each] * (sessions - 1)]
     world.close()
     fabric.close()
+
+
+def test_connections_end_while_somebody_reads_their_counters(ring: tuple[World, TargetServer, InitiatorSession]) -> None:
+    """What ends on the progress thread needs nothing of the interpreter while it holds a lock that `stats` waits for."""
+    world, server, _ = ring
+    is_over = threading.Event()
+
+    def read() -> None:
+        while not is_over.is_set():
+            for connection in list(server._core._connections.values()):
+                connection.qp.stats()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for _ in range(40):
+        session = world.connect(server, quota=0, handle_count=0)
+        session._core.qp.abort()
+        wait_until(lambda: server.session_count == 1)
+    is_over.set()
+    reader.join()
