@@ -132,13 +132,19 @@ def test_a_full_filesystem_costs_one_retry_and_no_value(folder: Path, point: str
 
 
 @pytest.mark.parametrize("point", ["payload_write", "record_write"])
-def test_a_filesystem_that_stays_full_refuses_puts_and_serves_what_is_there(folder: Path, point: str) -> None:
+def test_a_filesystem_that_stays_full_refuses_puts_and_costs_one_extent_at_most(folder: Path, point: str) -> None:
+    names = [f"v{i}" for i in range(12)]
     with open_store(folder) as engine:
-        put(engine, ["a"], 9000)
-    with open_store(folder, Fault(point, 0, "no_space"), extents=16) as engine:
-        assert put(engine, ["b"], 20_000) == [NO_SPACE]
-        assert engine.lookup(keys_of(["b"])).tolist() == [0]
-        assert engine.error == ""
+        assert set(put(engine, names, EXTENT_BYTES // 2)) == {OK}  # two in an extent
+    with open_store(folder, Fault(point, 0, "no_space"), Fault("clear_write", 0, "no_space")) as engine:
+        for name in ("b", "c", "d"):
+            assert put(engine, [name], 20_000) == [NO_SPACE]
+        assert engine.lookup(keys_of(["b", "c", "d"])).tolist() == [0, 0, 0]
+        assert np.count_nonzero(engine.lookup(keys_of(names))) == 10
+        deadline = time.monotonic() + 5
+        while engine.stats()["free_extents"] < 11 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert (engine.stats()["free_extents"], engine.stats()["space_retries"], engine.error) == (11, 1, "")
     with open_store(folder) as engine:
         assert put(engine, ["b"], 20_000) == [OK]
         assert value(engine, "b") == octets_of("b", 20_000)

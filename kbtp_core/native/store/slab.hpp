@@ -17,6 +17,7 @@
 #include <thread>
 #include <unordered_map>
 
+#include "../types.hpp"
 #include "extents.hpp"
 #include "slab_disk.hpp"
 #include "tenants.hpp"
@@ -128,7 +129,8 @@ class Slab {
     std::vector<PlacedRecord> records_of(const std::vector<Leader>& leaders);
     void make_room(u32 units, u64 count);
     bool drain(u32 extent, std::unique_lock<std::mutex>& lock);
-    void make_space_on_filesystem();
+    bool make_space_on_filesystem();
+    void has_space_on_filesystem();
     int clear(const std::vector<u32>& numbers);
     void wait_and_clear(const std::vector<u32>& numbers);
     template <class Which>
@@ -150,6 +152,7 @@ class Slab {
     std::set<u32> low_;                                         // slot sizes that are nearly full
     u64 next_sequence_ = 1, committed_bytes_ = 0, committed_slot_bytes_ = 0;
     SlabCounters counters_;
+    TimePoint space_retry_at_;  // for a full filesystem nothing is evicted before
     bool is_ending_ = false;
 
     std::thread housekeeper_;

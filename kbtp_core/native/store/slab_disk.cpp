@@ -174,7 +174,9 @@ int SlabDisk::clear(std::vector<u64> records) {
             records, [](u64 at) { return at; },
             [&](std::size_t first, std::size_t last) {
                 zeros.assign((last - first) * kRecord, 0);
-                return files->table.write(FaultPoint::clear_write, zeros.data(), zeros.size(), records[first]);
+                const int error = files->table.write(FaultPoint::clear_write, zeros.data(), zeros.size(), records[first]);
+                // A full filesystem has no block for zeros, and needs none: what is not there is zeros.
+                return error == ENOSPC ? files->table.punch(FaultPoint::clear_punch, records[first], zeros.size()) : error;
             });
     });
     if (error) return settle(error, "clearing records");

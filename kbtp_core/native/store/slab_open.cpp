@@ -18,13 +18,12 @@ namespace fs = std::filesystem;
 
 std::string say(int error) { return std::generic_category().message(error); }
 
-[[noreturn]] void fail(const std::string& path, int error) {
-    const bool is_read_only = error == EROFS || error == EACCES || error == EPERM;
-    throw StoreError(path + ": " + say(error) +
-                     (is_read_only      ? ": a store needs a folder that it may write"
-                      : error == ENOSPC ? ": give the store less capacity"
-                                        : ""));
+const char* way_out(int error) {
+    if (error == EROFS || error == EACCES || error == EPERM) return ": a store needs a folder that it may write";
+    return error == ENOSPC ? ": give the store less capacity" : "";
 }
+
+[[noreturn]] void fail(const std::string& path, int error) { throw StoreError(path + ": " + say(error) + way_out(error)); }
 
 Geometry geometry_of(const SlabOptions& options) {
     if (options.extent_bytes < kUnit || options.extent_bytes % kUnit != 0 || options.extent_bytes > u64{1} << 31)
@@ -60,8 +59,10 @@ SlabDisk::SlabDisk(const SlabOptions& options)
         find_superblock(wanted);
         open_files(options.direct);
         if (auto ring = take_ring()) rings_.push_back(std::move(ring));
+    } catch (const fs::filesystem_error& error) {
+        fail(error.path1().string(), error.code().value());
     } catch (const std::system_error& error) {
-        fail(error.what(), error.code().value());
+        throw StoreError(error.what() + std::string(way_out(error.code().value())));
     }
 }
 

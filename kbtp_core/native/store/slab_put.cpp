@@ -130,8 +130,8 @@ void Slab::write_payloads(const PutBatch& batch, std::vector<Leader>& leaders) {
             if (is_written && (*transfers)[k].error == ENOSPC) full.push_back(todo[k]);
         }
         for (Leader* leader : full) leader->outcome = Outcome::no_space;
-        if (full.empty() || is_retry) return;
-        make_space_on_filesystem();
+        if (full.empty() && is_retry) has_space_on_filesystem();
+        if (full.empty() || is_retry || !make_space_on_filesystem()) return;
         todo = std::move(full);
     }
 }
@@ -150,9 +150,9 @@ std::vector<PlacedRecord> Slab::records_of(const std::vector<Leader>& leaders) {
 
 void Slab::write_records(std::vector<Leader>& leaders) {
     int error = disk_.write_records(records_of(leaders));
-    if (error == ENOSPC) {
-        make_space_on_filesystem();
+    if (error == ENOSPC && make_space_on_filesystem()) {
         error = disk_.write_records(records_of(leaders));
+        if (error == 0) has_space_on_filesystem();
     }
     if (error == 0) return;
     for (Leader& leader : leaders)

@@ -9,6 +9,7 @@ namespace {
 constexpr u64 kHysteresis = 2;     // an extent of another class is taken only if it is that much colder
 constexpr u64 kWatchedSlots = 32;  // smaller classes have no watermark: a slot of theirs is much of them
 constexpr int kRoundsMost = 256;
+constexpr std::chrono::seconds kSpaceRetry{60};
 constexpr u64 kSparedSteps = u64{1} << 16;  // of CLOCK's hand, in which it spares what was read
 
 u64 low_mark(u64 slots) { return std::max<u64>(1, slots / 64); }
@@ -105,12 +106,21 @@ bool Slab::drain(u32 extent, std::unique_lock<std::mutex>& lock) {
     return error == 0 && !numbers.empty();
 }
 
-// The table is sparse and may find the filesystem full; an emptied extent's records give blocks back.
-void Slab::make_space_on_filesystem() {
+// The table is sparse and may find the filesystem full; an emptied extent's records give blocks back. Whether a retry makes sense: where
+// one did not help lately, no more values are given up for another.
+bool Slab::make_space_on_filesystem() {
     const std::lock_guard room(room_);
     std::unique_lock lock(mutex_);
+    if (Clock::now() < space_retry_at_) return false;
     ++counters_.space_retries;
-    if (const u32 extent = extents_.coldest(0, false); extent != kNone) drain(extent, lock);
+    space_retry_at_ = Clock::now() + kSpaceRetry;
+    const u32 extent = extents_.coldest(0, false);
+    return extent == kNone || drain(extent, lock);
+}
+
+void Slab::has_space_on_filesystem() {
+    const std::lock_guard guard(mutex_);
+    space_retry_at_ = {};
 }
 
 void Slab::keep_house() {
