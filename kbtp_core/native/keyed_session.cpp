@@ -6,7 +6,8 @@ namespace kbtp {
 namespace {
 
 constexpr std::size_t kLookupItem = 16, kPublishItem = 32, kPublishResult = 12, kId = 16;
-constexpr u64 kMessageSpare = 64;  // a keyed message has at most the granted inline length and this
+// A keyed message has at most the granted inline length and 64 octets; 128 are always taken.
+u64 longest(const StoreGrant& grant) { return std::max<u64>(u64{grant.inline_bytes} + 64, 128); }
 
 std::vector<u8> answer_head(std::span<const u8> request, u8 opcode, std::size_t size) {
     std::vector<u8> out(size);
@@ -49,7 +50,7 @@ struct Publish {
 };
 
 std::optional<Publish> parse_publish(std::span<const u8> m, const StoreGrant& grant) {
-    if (m.size() < 40 || m.size() > u64{grant.inline_bytes} + kMessageSpare || load_be<u16>(&m[2]) != 0) return {};
+    if (m.size() < 40 || m.size() > longest(grant) || load_be<u16>(&m[2]) != 0) return {};
     Publish publish{load_be<u64>(&m[24]), load_be<u32>(&m[32]), {}};
     const u32 count = load_be<u32>(&m[36]);
     if (publish.flags & ~publish_flag::known || m.size() != 40 + kPublishItem * u64{count}) return {};
@@ -116,9 +117,7 @@ std::vector<u8> answer_late_publish(const KeyedSession& session, const StoreGran
 }
 
 std::optional<std::vector<u8>> answer_keyed(const KeyedSession& session, const StoreGrant& grant, std::span<const u8> message) {
-    if (message.size() < kHeader || message.size() > u64{grant.inline_bytes} + kMessageSpare || message[0] != 1 ||
-        load_be<u16>(&message[2]) != 0)
-        return {};
+    if (message.size() < kHeader || message.size() > longest(grant) || message[0] != 1 || load_be<u16>(&message[2]) != 0) return {};
     switch (message[1]) {
         case keyed_opcode::lookup:
             return answer_lookup(*session.store, message);

@@ -38,7 +38,7 @@ from kbtp_core.protocol.constants import (
 from kbtp_core.protocol.hello import Hello, HelloAck
 from kbtp_core.protocol.initiator_batch import Batch
 from kbtp_core.protocol.keyed import FIRST_KEYED, LoadRange
-from kbtp_core.protocol.keyed_batch import Encode, KeyedBatch
+from kbtp_core.protocol.keyed_batch import Encode, KeyedBatch, adopted_count
 from kbtp_core.protocol.wire import (
     Completion,
     DataDescriptor,
@@ -336,8 +336,11 @@ class Initiator:
         header = Header.of_prefix(message)
         batch = self._batches.get(header.request_id >> 32)
         if not isinstance(batch, KeyedBatch) or not batch.settle_answer(header.request_id & (_SEQUENCES - 1), header, message):
-            self._break(f"an answer of opcode {header.opcode:#04x} to request {header.request_id:#x}, which is not outstanding")
-            return []
+            return self._break_keyed(f"opcode {header.opcode:#04x} answers request {header.request_id:#x}, which is not outstanding")
+        try:
+            self.bound_count -= adopted_count(message)
+        except Malformed as error:
+            return self._break_keyed(str(error))
         self.outstanding_count -= 1
         done: list[Batch] = []
         if batch.is_done:
@@ -345,6 +348,10 @@ class Initiator:
             done.append(batch)
         self._close_if_answered()
         return done
+
+    def _break_keyed(self, text: str) -> list[Batch]:
+        self._break(text)
+        return []
 
     def receive_records(self, raw: NDArray[np.uint8]) -> list[Batch]:
         """As `receive_completions` for completion records, (n, 24) octets, whose immediates have come."""

@@ -27,6 +27,8 @@ from kbtp_core.protocol.wire import DataDescriptor, Header, Load
 ID_BYTES: Final = 16
 MESSAGE_SPARE_BYTES: Final = 64
 """A keyed message has at most the granted inline length and this."""
+MESSAGE_LEAST_BYTES: Final = 128
+"""But so many are taken, whatever was granted: one item of any kind fits."""
 FIRST_KEYED: Final = 0x80
 """Opcodes of the extension are this and above."""
 ANY_NAMESPACE: Final = 0
@@ -283,14 +285,14 @@ _SIZES: Final = {
 
 def message_limit(inline_bytes: int) -> int:
     """The longest keyed message of a session that was granted this inline length."""
-    return inline_bytes + MESSAGE_SPARE_BYTES
+    return max(inline_bytes + MESSAGE_SPARE_BYTES, MESSAGE_LEAST_BYTES)
 
 
 @cache
 def items_limit(opcode: KeyedOpcode, inline_bytes: int) -> int:
     """How many items one message of that kind, and its answer, may have."""
     fixed, size = _SIZES[opcode]
-    return max(1, (message_limit(inline_bytes) - fixed) // size)
+    return (message_limit(inline_bytes) - fixed) // size
 
 
 def is_keyed(opcode: int) -> bool:

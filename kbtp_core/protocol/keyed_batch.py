@@ -145,6 +145,14 @@ def listed(answer: bytes) -> tuple[int, NDArray[Any], int]:
     return message.cursor, message.items.astype(LISTED), int(Status.OK)
 
 
+def adopted_count(answer: bytes) -> int:
+    """How many blocks left their session by a PUBLISH, given the answer to it; zero for other answers. Raises Malformed."""
+    if len(answer) < 2 or answer[1] != KeyedOpcode.PUBLISH_RESULT:
+        return 0
+    status = _items(answer, keyed.PublishResult)["status"]
+    return int(np.count_nonzero((status == Status.OK) | (status == Status.ALREADY_BOUND)))
+
+
 def is_completion(answer: bytes) -> bool:
     """Whether the message was refused as a whole, or not answered at all."""
     return len(answer) < 2 or answer[1] == Opcode.COMPLETION

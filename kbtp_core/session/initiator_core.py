@@ -116,6 +116,7 @@ class InitiatorCore:
         self._receives: ReceiveRows | None = None
         self._records: RecordSlots | None = None
         self._pending: dict[int, PendingBatch] = {}
+        self._counts_blocks = False  # whoever takes blocks by himself has to know how many he has
         self._requester: Requester | None = None
         self._messages: RunsMessages | None = None  # the same one, if it sends other messages, too
         self._loads: dict[int, PendingLoads | PendingMessages] = {}
@@ -175,6 +176,8 @@ class InitiatorCore:
             pending = self._loads.pop(sequence, None)
             if pending is not None:  # else it was given up
                 pending.finish(None)
+                if self._counts_blocks:
+                    self.protocol.bound_count += pending.bound_step()
                 self.protocol.answered_elsewhere(pending.count)
         if self.protocol.state is not before:
             self._settle_after(before)
@@ -468,6 +471,7 @@ class InitiatorCore:
         if ack.capabilities & Capability.RECORD_COMPLETION:
             self._records = RecordSlots(self.pd, outstanding)
         self._receives = ReceiveRows(self.pd, outstanding + SPARE_RECEIVES, max(longest, COMPLETION_BYTES))
+        self._counts_blocks = bool(ack.capabilities & Capability.DIRECT_ALLOC)
         share = outstanding * 3 // 4
         if share and isinstance(self.qp, RunsLoads):
             self._requester = self.qp.create_requester(share)

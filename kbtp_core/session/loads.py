@@ -70,6 +70,10 @@ class PendingLoads:
     def unanswered_count(self) -> int:
         return int(np.count_nonzero(self.status == NO_STATUS))
 
+    def bound_step(self) -> int:
+        """How many more blocks the session owns for it."""
+        return 0
+
     def finish(self, error: KbtpError | None) -> None:
         """Done: results stay as they are now, whatever still arrives."""
         self.error = error

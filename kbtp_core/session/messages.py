@@ -5,8 +5,12 @@ The promises are those of `session.loads`. Answers are kept as octets, and read 
 
 from __future__ import annotations
 
+import numpy as np
+
 from kbtp_core.errors import KbtpError
 from kbtp_core.fabric.api import Array, LookupRequests, MessageRequests, PutRequests, Region
+from kbtp_core.protocol.constants import Status
+from kbtp_core.protocol.keyed_batch import adopted_count
 
 
 class PendingMessages:
@@ -30,6 +34,10 @@ class PendingMessages:
     def unanswered_count(self) -> int:
         return sum(not answer for answer in self.answers)
 
+    def bound_step(self) -> int:
+        """How many more blocks the session owns for it."""
+        return -sum(map(adopted_count, self.answers))
+
     def finish(self, error: KbtpError | None) -> None:
         """Done: results stay as they are now, whatever still arrives."""
         self.error = error
@@ -46,6 +54,9 @@ class PendingPuts(PendingMessages):
     def __init__(self, sequence: int, requests: PutRequests, region: Region | None, deadline: float) -> None:
         super().__init__(sequence, requests, region, deadline)
         self._puts = requests
+
+    def bound_step(self) -> int:
+        return int(np.count_nonzero(self.results()["stored"] == Status.OK)) + super().bound_step()
 
     def results(self) -> Array:
         """What they were answered so far (dtype PUT_RESULT)."""

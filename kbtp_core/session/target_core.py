@@ -47,6 +47,7 @@ from kbtp_core.protocol.constants import (
     HELLO_LIMIT_BYTES,
     REQUEST_BYTES,
     Capability,
+    Opcode,
 )
 from kbtp_core.protocol.effects import Close, Effect, LoadMany, Read, Record, RevokePartition, Send, SendMany, Write
 from kbtp_core.protocol.keyed import message_limit
@@ -256,7 +257,7 @@ class _Connection:
                 assert self.core.record_op is not None, "RECORD_COMPLETION was granted without a binding that has it"
                 batch.add_record(self.answers, effect, self.core.record_op)
             case Send():
-                rows = self.answers if len(effect.data) <= _ANSWER_BYTES else self.long_answers or self.greeting_answers
+                rows = self._rows_for(effect)
                 if not rows.free_count:
                     return False
                 batch.add_send(rows, effect)
@@ -270,6 +271,12 @@ class _Connection:
                     return False
         self.backlog.popleft()
         return True
+
+    def _rows_for(self, effect: Send) -> SendRows:
+        if len(effect.data) <= _ANSWER_BYTES:
+            return self.answers
+        is_greeting = effect.data[1] == Opcode.HELLO_ACK
+        return self.greeting_answers if is_greeting or self.long_answers is None else self.long_answers
 
     def _post(self, batch: PostBatch) -> None:
         if not len(batch):

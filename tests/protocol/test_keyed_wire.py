@@ -138,7 +138,8 @@ def test_any_octets_are_read_back_as_they_are_or_malformed(tail: bytes, opcode: 
 def test_a_message_has_as_many_items_as_fit_the_granted_inline_length() -> None:
     assert keyed.items_limit(KeyedOpcode.LOOKUP, 4096) == (4096 + 64 - 40) // 16 == 257
     assert keyed.items_limit(KeyedOpcode.PUBLISH, 4096) == (4096 + 64 - 40) // 32 == 128
-    assert keyed.items_limit(KeyedOpcode.LOOKUP, 0) == 1
+    assert keyed.items_limit(KeyedOpcode.LOOKUP, 0) == (128 - 40) // 16 == 5
+    assert keyed.items_limit(KeyedOpcode.PUBLISH, 0) == (128 - 40) // 32 == 2
 
 
 def test_an_answer_is_never_longer_than_a_message_may_be() -> None:
@@ -150,8 +151,7 @@ def test_an_answer_is_never_longer_than_a_message_may_be() -> None:
         assert len(keyed.LookupResult(1, np.zeros(lookups, keyed.LOOKUP_ITEM)).encode()) <= limit
         assert len(keyed.PublishResult(1, np.zeros(publishes, keyed.PUBLISH_RESULT)).encode()) <= limit
         assert len(keyed.PinResult(1, np.zeros(pins, np.uint16)).encode()) <= limit
-        if inline_bytes:
-            assert len(keyed.ListResult(1, 0, np.zeros(lists, keyed.LIST_ITEM)).encode()) <= limit
+        assert len(keyed.ListResult(1, 0, np.zeros(lists, keyed.LIST_ITEM)).encode()) <= limit
 
 
 def test_a_namespace_id_is_the_head_of_a_framed_hash() -> None:
