@@ -15,7 +15,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARIES = {"thread": ("libtsan.so",), "address": ("libasan.so", "libstdc++.so")}
 SUPPRESSIONS = ROOT / "scripts" / "tsan.supp"
-TESTS = ("tests/conformance", "tests/fabric", "tests/transfer", "tests/session", "tests/executor")
+# Of the disk engine not those that fork: the thread sanitizer does not follow.
+DISKS = tuple(f"tests/store/test_{name}.py" for name in ("disk_contract", "disk_group", "slab_faults", "slab_room"))
+TESTS = ("tests/conformance", "tests/fabric", "tests/transfer", "tests/session", "tests/executor", *DISKS)
 RUN = """
 import importlib.util, sys
 import kbtp_core

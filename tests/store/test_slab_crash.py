@@ -194,6 +194,18 @@ def test_a_store_that_was_killed_while_it_was_opened_again_still_has_its_values(
                 assert value(engine, "a", 1 << 14) == octets_of("a", 9000)
 
 
+def test_each_start_is_a_new_epoch_and_knows_how_the_last_ended(folder: Path) -> None:
+    with open_store(folder) as engine:
+        assert engine.stats()["started_clean"] == 1
+        epoch = engine.stats()["epoch"]
+    with open_store(folder) as engine:
+        assert engine.stats()["started_clean"] == 1
+        assert engine.stats()["epoch"] > epoch
+    run_child_that_opens(folder, Fault("superblock_rename", 1, "kill_after"))
+    with open_store(folder) as engine:
+        assert engine.stats()["started_clean"] == 0
+
+
 def run_child_that_opens(folder: Path, fault: Fault) -> None:
     child = os.fork()
     if child == 0:

@@ -330,19 +330,3 @@ def test_a_wrong_checksum_given_with_a_put_makes_a_miss(folder: Path) -> None:
         wrong.crcs += 1
         assert wrong.put(engine) == [OK]
         assert value(engine, "a") is None
-
-
-def test_each_start_is_a_new_epoch_and_knows_how_the_last_ended(folder: Path) -> None:
-    with open_store(folder) as engine:
-        assert engine.stats()["started_clean"] == 1
-        epoch = engine.stats()["epoch"]
-    with open_store(folder) as engine:
-        assert engine.stats()["started_clean"] == 1
-        assert engine.stats()["epoch"] > epoch
-    child = os.fork()
-    if child == 0:
-        engine = open_store(folder)
-        os._exit(0)
-    os.waitpid(child, 0)
-    with open_store(folder) as engine:
-        assert engine.stats()["started_clean"] == 0
