@@ -153,6 +153,11 @@ void bind_store(nb::module_& m) {
         .def("drop_read", [](KeyedStore& store, nb::handle items) { with_items(items, [&](auto span) { store.drop_read(span); }); })
         .def("wake_flushers", &KeyedStore::wake_flushers)
         .def("take_settled", [](KeyedStore& store) { return settled_bytes(store.take_settled()); })
+        .def("kept_counts",
+             [](const KeyedStore& store) {
+                 const KeyedLevels levels = store.levels();
+                 return std::pair(levels.leaving, levels.promoting);
+             })
         .def_prop_ro("promoting_count", &KeyedStore::promoting_count)
         .def("stats", &stats)
         .def("bytes_of_tenant", &KeyedStore::bytes_of_tenant)

@@ -78,8 +78,23 @@ nb::object post_lookups(QueuePair& q, u32 sequence, u64 tenant, u32 flags, u32 v
     return post(q, std::move(batch));
 }
 
+// What `read` makes of a batch of `q`, as it lies in memory.
+template <class Read>
+nb::bytes to_bytes(QueuePair& q, Read&& read) {
+    decltype(read()) results;
+    {
+        nb::gil_scoped_release nogil;
+        results = q.read_batch(read);
+    }
+    return nb::bytes(results.data(), results.size() * sizeof(results[0]));
+}
+
 nb::list answers(QueuePair& q, const MessageBatch& batch) {
-    const auto copies = q.read_batch([&] { return batch.answers(); });
+    std::vector<std::vector<u8>> copies;
+    {
+        nb::gil_scoped_release nogil;
+        copies = q.read_batch([&] { return batch.answers(); });
+    }
     nb::list out;
     for (const auto& answer : copies) out.append(nb::bytes(answer.data(), answer.size()));
     return out;
@@ -93,13 +108,11 @@ void bind_messages(nb::module_& m) {
     m.def("post_puts", &post_puts);
     m.def("answers", &answers);
     m.def("put_results", [](QueuePair& q, const MessageBatch& batch, std::size_t count, u32 values_each) {
-        const auto results = q.read_batch([&] { return put_results(batch, count, values_each); });
-        return nb::bytes(results.data(), results.size() * sizeof(PutResult));
+        return to_bytes(q, [&] { return put_results(batch, count, values_each); });
     });
     m.def("post_lookups", &post_lookups);
     m.def("lookup_results", [](QueuePair& q, const MessageBatch& batch, std::size_t count, u32 values_each, bool is_prefix) {
-        const auto results = q.read_batch([&] { return lookup_results(batch, count, values_each, is_prefix); });
-        return nb::bytes(results.data(), results.size() * sizeof(LookupResult));
+        return to_bytes(q, [&] { return lookup_results(batch, count, values_each, is_prefix); });
     });
     m.def("settle", [](QueuePair& q, const nb::bytes& answer) { return q.settle({static_cast<const u8*>(answer.data()), answer.size()}); });
 }

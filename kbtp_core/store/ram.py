@@ -335,8 +335,7 @@ class RamStore:
         return self.native.promoting_count
 
     def kept_counts(self) -> tuple[int, int]:
-        stats = self.native.stats()
-        return stats["leaving"], stats["promoting"]
+        return self.native.kept_counts()
 
     def tick(self) -> NDArray[Any]:
         self.native.tick()
