@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from kbtp_core import _native
 from kbtp_core.errors import DeadlineExceeded, KbtpError, SessionClosed, SessionRefused
-from kbtp_core.fabric.api import PUT_RESULT, Fabric, Region
+from kbtp_core.fabric.api import PUT_RESULT, Array, Fabric, Region
 from kbtp_core.protocol.constants import NO_STATUS, Capability, Status
 from kbtp_core.protocol.initiator import HelloParameters
 from kbtp_core.protocol.keyed import NO_HANDLE, Ids, LookupFlag, PublishFlag, Tier
@@ -40,6 +40,9 @@ _LONGEST_PAUSE_S: Final = 5.0
 _CACHE_LOG2_SETS: Final = 14
 _IDLE_TURNS: Final = 20
 _PAUSE_S: Final = 0.005
+# Plain numbers: looking a member up in its enumeration costs more than what is done with it.
+_UNAVAILABLE: Final = int(ItemStatus.UNAVAILABLE)
+_DURABLE, _PIN = int(PublishFlag.DURABLE), int(PublishFlag.PIN)
 _STALE: Final = (int(Status.STALE_GENERATION), int(Status.NOT_BOUND))
 
 
@@ -185,7 +188,7 @@ class Link:
     def get(self, ids: Ids, places: Places, deadline: float) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
         """Read values into their places; (ItemStatus, length) each. Where a value does not fit the length is what it would take."""
         count = len(ids)
-        status: NDArray[np.uint8] = np.full(count, ItemStatus.UNAVAILABLE, np.uint8)
+        status: NDArray[np.uint8] = np.full(count, _UNAVAILABLE, np.uint8)
         lengths: NDArray[np.int64] = np.zeros(count, np.int64)
         handles: NDArray[np.uint64] = np.empty(count, np.uint64)
         generations: NDArray[np.uint16] = np.empty(count, np.uint16)
@@ -199,6 +202,8 @@ class Link:
                 if len(known):
                     self._load(session, known, handles[known], generations[known], places, deadline, status, lengths)
                 self._look_up_and_load(session, ids, unknown, places, deadline, status, lengths)
+            if not np.count_nonzero(status):
+                return status, lengths
             again = np.flatnonzero(is_known & (status == ItemStatus.MISSING))
             if len(again):
                 self._cache.forget(np.ascontiguousarray(ids[again]))
@@ -263,7 +268,7 @@ class Link:
         status: NDArray[np.uint8],
         lengths: NDArray[np.int64],
     ) -> None:
-        part = places.part(at)
+        part = places.part(at) if isinstance(at, np.ndarray) else places
         loaded: NDArray[np.uint16] = np.full(len(part), NO_STATUS, np.uint16)
         sizes: NDArray[np.uint32] = np.zeros(len(part), np.uint32)
         batches = []
@@ -277,77 +282,104 @@ class Link:
         finally:
             for _, region, _ in batches:
                 region.close()
-            status[at] = item_statuses(loaded)
-            lengths[at] = np.where(loaded == Status.OK, sizes, lengths[at])
+            if np.count_nonzero(loaded):
+                status[at] = item_statuses(loaded)
+                lengths[at] = np.where(loaded == Status.OK, sizes, lengths[at])
+            else:  # the usual case: all of them are there
+                status[at], lengths[at] = 0, sizes
 
     # Writing ---------------------------------------------------------------------------------------------------------
 
     def put(self, ids: Ids, places: Places, deadline: float, *, durable: bool = False, pin: bool = False) -> NDArray[np.uint8]:
         """Keep values; an ItemStatus each."""
-        status: NDArray[np.uint8] = np.full(len(ids), ItemStatus.UNAVAILABLE, np.uint8)
-        flags = int((PublishFlag.DURABLE if durable else PublishFlag.NONE) | (PublishFlag.PIN if pin else PublishFlag.NONE))
+        status: NDArray[np.uint8] = np.full(len(ids), _UNAVAILABLE, np.uint8)
+        flags = (_DURABLE if durable else 0) | (_PIN if pin else 0)
         with _failing(status, self.name):
             session = self.session(deadline)
             totals = places.totals
-            fits = (totals > 0) & (totals <= session.target.block_bytes)
-            status[~fits] = ItemStatus.TOO_LARGE
-            left = np.flatnonzero(fits)
+            if len(ids) and totals.min() > 0 and totals.max() <= session.target.block_bytes:
+                left = np.arange(len(ids))
+            else:
+                fits = (totals > 0) & (totals <= session.target.block_bytes)
+                status[~fits] = ItemStatus.TOO_LARGE
+                left = np.flatnonzero(fits)
             while len(left):
                 handles = self._take_handles(session, len(left), deadline)
                 now, left = left[: len(handles)], left[len(handles) :]
-                self._put(session, ids, now, handles, places, deadline, flags, status)
+                if len(now) == len(ids):
+                    self._put(session, ids, places, handles, deadline, flags, status, slice(None))
+                else:
+                    self._put(session, np.ascontiguousarray(ids[now]), places.part(now), handles, deadline, flags, status, now)
         return status
 
     def _put(
         self,
         session: InitiatorSession,
         ids: Ids,
-        at: NDArray[np.intp],
+        part: Places,
         handles: NDArray[np.uint64],
-        places: Places,
         deadline: float,
         flags: int,
         status: NDArray[np.uint8],
+        at: NDArray[np.intp] | slice,
     ) -> None:
-        part, wanted = places.part(at), np.ascontiguousarray(ids[at])
-        results = np.zeros(len(at), PUT_RESULT)
+        """Put all of these; what became of them goes to `status[at]`."""
+        results = np.zeros(len(ids), PUT_RESULT)
         results["stored"] = results["status"] = NO_STATUS
-        tenant = self._space.tenant
         puts: list[tuple[NDArray[np.intp] | slice, Region | None, PutBatch]] = []
         try:
             if part.totals.max() <= session.put_inline_bytes:
-                put = session.put(wanted, tenant, handles, part.addresses, part.lengths, deadline=deadline, flags=flags)
-                puts.append((slice(None), None, put))
+                put = session.put(ids, self._space.tenant, handles, part.addresses, part.lengths, deadline=deadline, flags=flags)
+                results = put.wait().items
             else:
-                for group, region, offsets, _ in regions_of(session, part):
-                    some = part.part(group)
-                    put = session.put(
-                        wanted[group],
-                        tenant,
-                        handles[group],
-                        some.addresses,
-                        some.lengths,
-                        region=region,
-                        offsets=offsets,
-                        deadline=deadline,
-                        flags=flags,
-                    )
-                    puts.append((group, region, put))
-            for group, _, put in puts:
-                results[group] = put.wait().items
-            kept = np.flatnonzero(is_kept(results) & (results["handle"] != NO_HANDLE))  # it may be on disk alone
-            if len(kept):
-                columns = [np.ascontiguousarray(results[name][kept]) for name in ("handle", "generation")]
-                self._cache.keep(wanted if len(kept) == len(wanted) else np.ascontiguousarray(wanted[kept]), *columns)
+                puts += self._long_puts(session, ids, part, handles, deadline, flags)
+                for group, _, put in puts:
+                    results[group] = put.wait().items
         finally:
-            for _, used, _ in puts:
-                if used is not None:
-                    used.close()
-            self._give_back(session, handles, is_settled(results))
-            stored, published = results["stored"], results["status"]
-            refused = (stored != Status.OK) & (stored != NO_STATUS)
-            status[at] = item_statuses(np.where(refused, stored, published))
-            status[at[refused & (stored == Status.ALREADY_BOUND)]] = ItemStatus.NO_SPACE
+            for _, region, _ in puts:
+                if region is not None:
+                    region.close()
+            status[at] = self._settle_put(session, ids, handles, results)
+
+    def _long_puts(
+        self, session: InitiatorSession, ids: Ids, part: Places, handles: NDArray[np.uint64], deadline: float, flags: int
+    ) -> Iterator[tuple[NDArray[np.intp] | slice, Region | None, PutBatch]]:
+        """Those of equal size together, read by the store from memory that is registered for it."""
+        for group, region, offsets, _ in regions_of(session, part):
+            some = part.part(group)
+            try:
+                put = session.put(
+                    ids[group],
+                    self._space.tenant,
+                    handles[group],
+                    some.addresses,
+                    some.lengths,
+                    region=region,
+                    offsets=offsets,
+                    deadline=deadline,
+                    flags=flags,
+                )
+            except BaseException:
+                region.close()
+                raise
+            yield group, region, put
+
+    def _settle_put(self, session: InitiatorSession, ids: Ids, handles: NDArray[np.uint64], results: Array) -> NDArray[np.uint8]:
+        """Remember where values are now and which handles are free again; an ItemStatus each."""
+        stored, published = results["stored"], results["status"]
+        if not np.count_nonzero(published):  # the usual case: all of them are stored
+            self._cache.keep(ids, np.ascontiguousarray(results["handle"]), np.ascontiguousarray(results["generation"]))
+            self._give_back(session, handles, None)
+            return np.zeros(len(ids), np.uint8)
+        kept = np.flatnonzero(is_kept(results) & (results["handle"] != NO_HANDLE))  # it may be on disk alone
+        if len(kept):
+            columns = [np.ascontiguousarray(results[name][kept]) for name in ("handle", "generation")]
+            self._cache.keep(np.ascontiguousarray(ids[kept]), *columns)
+        self._give_back(session, handles, is_settled(results))
+        refused = (stored != Status.OK) & (stored != NO_STATUS)
+        status = item_statuses(np.where(refused, stored, published))
+        status[refused & (stored == Status.ALREADY_BOUND)] = ItemStatus.NO_SPACE
+        return status
 
     def _take_handles(self, session: InitiatorSession, wanted: int, deadline: float) -> NDArray[np.uint64]:
         """One or more handles of the session, up to `wanted`; waits until there is one. Raises DeadlineExceeded, SessionClosed."""
@@ -370,11 +402,13 @@ class Link:
             if doubtful:
                 self._free(session, doubtful, deadline)
 
-    def _give_back(self, session: InitiatorSession, handles: NDArray[np.uint64], is_settled: NDArray[np.bool_]) -> None:
+    def _give_back(self, session: InitiatorSession, handles: NDArray[np.uint64], is_free: NDArray[np.bool_] | None) -> None:
+        """Handles that a put has used; those that are not `is_free` are doubtful, and with None there are none of them."""
         with self._lock:
             if self._session is session:
-                self._handles.free.extend(handles[is_settled].tolist())
-                self._handles.doubtful.extend(handles[~is_settled].tolist())
+                self._handles.free.extend((handles if is_free is None else handles[is_free]).tolist())
+                if is_free is not None:
+                    self._handles.doubtful.extend(handles[~is_free].tolist())
                 self._changed.notify_all()
 
     def _free(self, session: InitiatorSession, handles: list[int], deadline: float) -> None:
