@@ -3,7 +3,7 @@
 `slab` is the engine for use, `file_engine` the one for diagnosis, `disk_group` several of them as one. All have this interface. Rules:
 
 1. A batch is arrays, and its answer is arrays; the failure of one item is in its place, never an exception.
-2. Memory is named by addresses. The caller keeps it until the call returns; after that nobody touches it.
+2. Memory is named by addresses. The caller keeps it until the call returns; after that nobody writes to it.
 3. A put that is OK is durable: it is there after a crash at any later moment. The first writer of a key wins.
 4. A get gives the value's own octets or a miss, whatever happened to the disk meanwhile.
 5. A disk that fails or hangs is degraded: puts are IO_ERROR, everything on it is a miss, and no call waits longer than its timeout.

@@ -53,9 +53,10 @@ DiskFile::DiskFile(const std::string& path, int flags, std::shared_ptr<Faults> f
 
 DiskFile::~DiskFile() { ::close(fd_); }
 
-int DiskFile::write(FaultPoint point, const void* from, std::size_t size, u64 offset) const {
+int DiskFile::write(FaultPoint point, const void* from, std::size_t size, u64 offset, const std::atomic<bool>* given_up) const {
     const Fault fault = faults_->visit(point);
     if (const int error = error_of(fault)) return error;
+    if (given_up && given_up->load()) return ETIMEDOUT;
     if (auto* unsynced = faults_->unsynced()) unsynced->before_write(fd_, offset, size);
     const u8* octets = static_cast<const u8*>(from);
     if (fault.action == FaultAction::torn) {

@@ -17,7 +17,8 @@ class DiskFile {
     DiskFile(const DiskFile&) = delete;
     DiskFile& operator=(const DiskFile&) = delete;
 
-    int write(FaultPoint point, const void* from, std::size_t size, u64 offset) const;
+    // Does not begin, and is an ETIMEDOUT, if nobody waits for it any more: `given_up` is set.
+    int write(FaultPoint point, const void* from, std::size_t size, u64 offset, const std::atomic<bool>* given_up = nullptr) const;
     int read(FaultPoint point, void* to, std::size_t size, u64 offset) const;  // fewer octets than asked for are an EIO
     int sync(FaultPoint point) const;
     // Make a file of `size` octets that are all there; EOPNOTSUPP where the filesystem does not do that.

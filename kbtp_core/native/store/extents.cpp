@@ -60,15 +60,16 @@ u32 Extents::take_slot(u32 extent) {
 bool Extents::restore(Place place, u32 units) {
     if (units == 0 || units > extent_units_ || place.slot >= slots_in(units)) return false;
     Extent& e = extents_[place.extent];
-    if (e.units == 0) {
-        std::erase(free_, place.extent);
-        bind(place.extent, units);
-    }
+    if (e.units == 0) bind(place.extent, units);
     if (e.units != units) return false;
     e.free_slots[place.slot / 64] &= ~(u64{1} << place.slot % 64);
     --e.free;
     --classes_[units].free;
     return true;
+}
+
+void Extents::end_restore() {
+    std::erase_if(free_, [&](u32 extent) { return extents_[extent].units != 0; });
 }
 
 void Extents::give_back(Place place) {

@@ -39,6 +39,7 @@ class Extents {
     u64 available(u32 size) const;
     // At start: the slot is taken. False if there is none like it in that extent.
     bool restore(Place place, u32 units);
+    void end_restore();  // after the last of them, before anything else
     void own(Place place, u32 number) { extents_[place.extent].owners[place.slot] = number; }
     void give_back(Place place);
 

@@ -3,7 +3,8 @@
 // `run` gives them a batch and waits until it is done, or until the disk made no progress for `timeout`: then the disk hangs, and the batch
 // is abandoned. Its threads may stay in the kernel for ever, so three rules:
 // 1. What an abandoned batch still uses is owned by the batch: its function holds files and results by shared pointers.
-// 2. The caller's memory is touched between `touch` and `let_go` alone, and `run` returns only when nobody is in between.
+// 2. The caller's memory is touched between `touch` and `let_go` alone, and `run` returns only when nobody is in between. Writes straight
+//    from it are not begun once the batch is `given_up`; one that the kernel has begun may still read it, for a slot without a record.
 // 3. Threads that do not come back are left behind when the pool ends; they own what they still look at.
 #pragma once
 
@@ -61,6 +62,7 @@ class IoBatch {
     // Whether the caller's memory may be touched now.
     bool touch();
     void let_go();
+    const std::atomic<bool>& given_up() const { return is_abandoned_; }
 
   private:
     friend class IoPool;

@@ -217,7 +217,7 @@ int Slab::clear(const std::vector<u32>& numbers) {
 Listing Slab::list(std::optional<u64> tenant, std::optional<u64> name_space, u64 cursor, u64 most) {
     const std::shared_lock life(life_);
     Listing listing;
-    if (is_closed_ || disk_.is_degraded()) return listing;
+    if (is_closed_ || disk_.is_degraded() || most == 0) return listing;
     const u32 now = unix_now();
     u32 at = static_cast<u32>(std::min<u64>(cursor, kNone - 1));
     for (;;) {

@@ -38,7 +38,7 @@ int write_one(const DiskFile& file, const Transfer& t, IoBatch& batch, Bounce& b
     if (reinterpret_cast<std::uintptr_t>(t.address) % kUnit == 0) {
         at = t.length & ~(kUnit - 1);  // whole units go from where they are
         if (at > 0)
-            if (const int error = file.write(FaultPoint::payload_write, t.address, at, t.payload)) return error;
+            if (const int error = file.write(FaultPoint::payload_write, t.address, at, t.payload, &batch.given_up())) return error;
     }
     for (; at < t.length; at += kChunk) {
         const u32 size = std::min(kChunk, t.length - at), padded = whole_units(size);

@@ -27,6 +27,7 @@ void Slab::recover() {
             if (!recover_one(first + at, octets + at)) rejected.push_back(first + at);
         }
     });
+    extents_.end_restore();
     for (const u32 number : to_clear_) {  // an older record of a key that has a newer one
         rejected.push_back(disk_.geometry().record_at(values_[number].place));
         extents_.give_back(values_[number].place);
