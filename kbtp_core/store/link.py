@@ -38,6 +38,7 @@ _log = logging.getLogger(__name__)
 _FIRST_PAUSE_S: Final = 0.1
 _LONGEST_PAUSE_S: Final = 5.0
 _CACHE_LOG2_SETS: Final = 14
+_DESK_BYTES: Final = 1 << 17
 _IDLE_TURNS: Final = 20
 _PAUSE_S: Final = 0.005
 # Plain numbers: looking a member up in its enumeration costs more than what is done with it.
@@ -83,6 +84,15 @@ class _Handles:
         self.doubtful: list[int] = []
 
 
+class _Desk:
+    """Registered memory that small values are loaded into, to be copied to their places: that costs less than to register those."""
+
+    def __init__(self, session: InitiatorSession) -> None:
+        self.session = session
+        self.memory: NDArray[np.uint8] = np.zeros(_DESK_BYTES, np.uint8)
+        self.region = session.register(self.memory)
+
+
 class Link:
     """See the module. `space` is told to the store at the start of every session."""
 
@@ -97,6 +107,7 @@ class Link:
         self._changed = threading.Condition(self._lock)
         self._session: InitiatorSession | None = None
         self._handles = _Handles(0, 0)
+        self._desks: list[_Desk] = []
         self._pause_s = 0.0
         self._retry_at = 0.0
         self._failure = ""
@@ -269,6 +280,10 @@ class Link:
         lengths: NDArray[np.int64],
     ) -> None:
         part = places.part(at) if isinstance(at, np.ndarray) else places
+        stride = int(part.totals.max())
+        if 0 < stride * len(part) <= _DESK_BYTES:
+            self._load_small(session, at, handles, generations, part, stride, deadline, status, lengths)
+            return
         loaded: NDArray[np.uint16] = np.full(len(part), NO_STATUS, np.uint16)
         sizes: NDArray[np.uint32] = np.zeros(len(part), np.uint32)
         batches = []
@@ -288,28 +303,71 @@ class Link:
             else:  # the usual case: all of them are there
                 status[at], lengths[at] = 0, sizes
 
+    def _load_small(
+        self,
+        session: InitiatorSession,
+        at: NDArray[np.intp] | slice,
+        handles: NDArray[np.uint64],
+        generations: NDArray[np.uint16],
+        part: Places,
+        stride: int,
+        deadline: float,
+        status: NDArray[np.uint8],
+        lengths: NDArray[np.int64],
+    ) -> None:
+        """Values of up to `stride` octets, by way of a desk. One whose load has no known end is not used again."""
+        desk = self._take_desk(session)
+        count = len(part)
+        starts: NDArray[np.uint64] | int = 0 if count == 1 else np.arange(0, count * stride, stride, dtype=np.uint64)
+        try:
+            batch = session.load(handles, generations, desk.region, starts, part.totals, deadline=deadline).wait()
+        except BaseException:
+            desk.region.close()
+            raise
+        loaded, sizes = np.ascontiguousarray(batch.status), np.ascontiguousarray(batch.data_length)
+        _native.scatter(desk.memory, stride, part.addresses, part.lengths, loaded, sizes)
+        with self._lock:
+            self._desks.append(desk)
+        if np.count_nonzero(loaded):
+            status[at] = item_statuses(loaded)
+            lengths[at] = np.where(loaded == Status.OK, sizes, lengths[at])
+        else:
+            status[at], lengths[at] = 0, sizes
+
+    def _take_desk(self, session: InitiatorSession) -> _Desk:
+        with self._lock:
+            while self._desks:
+                desk = self._desks.pop()
+                if desk.session is session:
+                    return desk
+        return _Desk(session)
+
     # Writing ---------------------------------------------------------------------------------------------------------
 
     def put(self, ids: Ids, places: Places, deadline: float, *, durable: bool = False, pin: bool = False) -> NDArray[np.uint8]:
         """Keep values; an ItemStatus each."""
         status: NDArray[np.uint8] = np.full(len(ids), _UNAVAILABLE, np.uint8)
         flags = (_DURABLE if durable else 0) | (_PIN if pin else 0)
+        if not len(ids):
+            return status
         with _failing(status, self.name):
             session = self.session(deadline)
             totals = places.totals
-            if len(ids) and totals.min() > 0 and totals.max() <= session.target.block_bytes:
-                left = np.arange(len(ids))
-            else:
-                fits = (totals > 0) & (totals <= session.target.block_bytes)
-                status[~fits] = ItemStatus.TOO_LARGE
-                left = np.flatnonzero(fits)
+            longest = int(totals.max())
+            if longest <= session.target.block_bytes and np.count_nonzero(totals) == len(ids):
+                handles = self._take_handles(session, len(ids), deadline)
+                if len(handles) == len(ids):
+                    self._put(session, ids, places, longest, handles, deadline, flags, status, slice(None))
+                    return status
+                self._give_back(session, handles, None)
+            fits = (totals > 0) & (totals <= session.target.block_bytes)
+            status[~fits] = ItemStatus.TOO_LARGE
+            left = np.flatnonzero(fits)
             while len(left):
                 handles = self._take_handles(session, len(left), deadline)
                 now, left = left[: len(handles)], left[len(handles) :]
-                if len(now) == len(ids):
-                    self._put(session, ids, places, handles, deadline, flags, status, slice(None))
-                else:
-                    self._put(session, np.ascontiguousarray(ids[now]), places.part(now), handles, deadline, flags, status, now)
+                part = places.part(now)
+                self._put(session, np.ascontiguousarray(ids[now]), part, int(part.totals.max()), handles, deadline, flags, status, now)
         return status
 
     def _put(
@@ -317,18 +375,19 @@ class Link:
         session: InitiatorSession,
         ids: Ids,
         part: Places,
+        longest: int,
         handles: NDArray[np.uint64],
         deadline: float,
         flags: int,
         status: NDArray[np.uint8],
         at: NDArray[np.intp] | slice,
     ) -> None:
-        """Put all of these; what became of them goes to `status[at]`."""
+        """Put all of these, of up to `longest` octets each; what became of them goes to `status[at]`."""
         results = np.zeros(len(ids), PUT_RESULT)
         results["stored"] = results["status"] = NO_STATUS
         puts: list[tuple[NDArray[np.intp] | slice, Region | None, PutBatch]] = []
         try:
-            if part.totals.max() <= session.put_inline_bytes:
+            if longest <= session.put_inline_bytes:
                 put = session.put(ids, self._space.tenant, handles, part.addresses, part.lengths, deadline=deadline, flags=flags)
                 results = put.wait().items
             else:

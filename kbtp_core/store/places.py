@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from kbtp_core import _native
+
 
 @dataclass(frozen=True)
 class Places:
@@ -28,6 +30,8 @@ class Places:
     @property
     def totals(self) -> NDArray[np.uint32]:
         """Octets of each value."""
+        if self.lengths.shape[1] == 1:
+            return self.lengths.reshape(-1)
         return np.asarray(self.lengths.sum(axis=1, dtype=np.uint32))
 
     def part(self, at: NDArray[np.intp] | slice) -> Places:
@@ -39,6 +43,8 @@ def of_buffers(buffers: Sequence[Any], *, writable: bool) -> Places:
     """One piece for each array, tensor, bytearray, memoryview and so on. Raises ValueError naming one that can't be used."""
     addresses: NDArray[np.uint64] = np.empty((len(buffers), 1), np.uint64)
     lengths: NDArray[np.uint32] = np.empty((len(buffers), 1), np.uint32)
+    if all(type(buffer) is np.ndarray for buffer in buffers) and _native.places_of(buffers, writable, addresses, lengths):
+        return Places(addresses, lengths, buffers)
     kept = []
     for at, buffer in enumerate(buffers):
         array = buffer if isinstance(buffer, np.ndarray) else _array_over(buffer, at)
