@@ -98,8 +98,10 @@ def test_requests_that_decode_preempts_answer_as_each_does_alone(pair: Pair, ran
     free = pair.decode.settle()
     before = pair.decode.ask("totals")["preempted"]
 
-    for number, prompt in enumerate(prompts):
-        pair.decode.ask("add", f"d{number}", prompt, 40, prefill(pair.prefill, f"p{number}", prompt))
+    offers = [prefill(pair.prefill, f"p{number}", prompt) for number, prompt in enumerate(prompts)]
+    # All at once: else the first is done before the last comes.
+    for number, (prompt, offer) in enumerate(zip(prompts, offers, strict=True)):
+        pair.decode.ask("add", f"d{number}", prompt, 40, offer)
     answers = [pair.decode.wait(f"d{number}", 120.0).tokens for number in range(len(prompts))]
 
     assert answers == expected
