@@ -109,17 +109,12 @@ class CompletionQueue:
 
     def __init__(self) -> None:
         self.native = _native.CompletionQueue()
-        self._buffer = np.empty(1024, COMPLETION)
         self.poll_loads = self.native.poll_loads
 
     def poll(self, limit: int = 1024) -> Array:
         if self.native.is_empty:
             return _NOTHING
-        if limit > self._buffer.size:
-            self._buffer = np.empty(limit, COMPLETION)
-        count = self.native.poll_into(self._buffer[:limit])
-        completions: Array = self._buffer[:count].copy()
-        return completions
+        return np.frombuffer(self.native.poll(limit), COMPLETION)
 
     @property
     def is_empty(self) -> bool:

@@ -37,13 +37,13 @@ void CompletionQueue::push(std::span<const Completion> batch) {
     signal();
 }
 
-std::size_t CompletionQueue::poll(std::span<Completion> out) {
+std::vector<Completion> CompletionQueue::poll(std::size_t limit) {
     std::lock_guard lock(mutex_);
-    const std::size_t n = std::min(out.size(), queue_.size());
-    std::copy_n(queue_.begin(), n, out.begin());
-    queue_.erase(queue_.begin(), queue_.begin() + static_cast<std::ptrdiff_t>(n));
+    const auto end = queue_.begin() + static_cast<std::ptrdiff_t>(std::min(limit, queue_.size()));
+    std::vector<Completion> out(queue_.begin(), end);
+    queue_.erase(queue_.begin(), end);
     if (queue_.empty()) quiet();
-    return n;
+    return out;
 }
 
 std::vector<u64> CompletionQueue::poll_loads() {

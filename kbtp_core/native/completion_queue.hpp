@@ -33,7 +33,7 @@ class CompletionQueue {
     CompletionQueue& operator=(const CompletionQueue&) = delete;
 
     void push(std::span<const Completion> batch);
-    std::size_t poll(std::span<Completion> out);
+    std::vector<Completion> poll(std::size_t limit);
     // Take the `loads` completions at the front that went well: their sequence numbers. Nothing else is taken.
     std::vector<u64> poll_loads();
     bool is_empty();

@@ -184,10 +184,11 @@ void QueuePair::count_retransmissions() {
 
 // --- a thread that waits -------------------------------------------------------------------------------------------------------
 
-// Only pairs that connected: an accepted one is its device's business, whose thread serves all peers in turn.
+// A completion queue has its sole pair driven, connected or accepted (completion_queue.cpp). Where there are several, they are the device's
+// business, whose threads serve all peers in turn.
 bool QueuePair::begin_driving() {
     std::lock_guard lock(tx_mutex_);
-    if (driven_ || is_passive_ || !in_epoll_ || !is_reading()) return false;
+    if (driven_ || !in_epoll_ || !is_reading()) return false;
     driven_ = true;
     watch_socket();
     return true;
