@@ -6,6 +6,7 @@ answers nothing that the test does not answer. Any octets can be sent, at any ti
 
 from __future__ import annotations
 
+import select
 import socket
 import struct
 import time
@@ -135,6 +136,10 @@ class Peer:
             if not piece:
                 return bytes(octets)
             octets += piece
+
+    def has_news(self) -> bool:
+        """Octets, FIN or a reset can be read."""
+        return bool(select.select([self.sock], [], [], 0)[0])
 
     def expect_silence(self, seconds: float = 0.1) -> None:
         self.sock.settimeout(seconds)

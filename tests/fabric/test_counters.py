@@ -6,8 +6,6 @@ import ctypes
 import re
 import socket
 import struct
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 from kbtp_core.fabric.api import Access, Op, QueueLimits, QueuePair, WrFlag, terminate_code
@@ -15,18 +13,11 @@ from kbtp_core.fabric.counters import BY_CODE, COUNTERS, DEVICE_VALUES, PAIR_VAL
 from tests.fabric.peer import Peer, closing, dial
 from tests.fabric.test_capture import accept_from
 from tests.fabric.wire import Enhanced, StartUp, Terminate, send, write
-from tests.fabric.world import Node, connect, node, pattern, request
+from tests.fabric.world import Node, connect, node, pattern, request, wait_until
 
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "counters.md"
 DROP_EVERYTHING = struct.pack("=HBBI", 0x06, 0, 0, 0)
 """A classic BPF program: return 0."""
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 5.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.002)
 
 
 def by_code(stats: dict[str, int]) -> dict[str, int]:
@@ -82,7 +73,7 @@ def test_a_device_keeps_what_queue_pairs_that_ended_had_counted() -> None:
             a.drain()
             b.drain()
         connect(left, right)
-        wait_for(lambda: left.fabric.stats()["queue_pairs_ended"] == 3)
+        wait_until(lambda: left.fabric.stats()["queue_pairs_ended"] == 3)
         stats = left.fabric.stats()
         assert (stats["queue_pairs"], stats["queue_pairs_ended"]) == (1, 3)
         assert stats["messages_sent"] == 4 + 3  # the first Writes, the Sends
@@ -114,7 +105,7 @@ def test_a_wrong_crc_is_counted_and_so_is_the_terminate_by_its_code() -> None:
                 assert peer.receive_terminate().code == 2
             stats = qp.stats()
             assert (stats["crc_errors"], stats["terminates_sent"], by_code(stats)) == (1, 1, {"terminates_sent_2_0_02": 1})
-        wait_for(lambda: device.fabric.stats()["queue_pairs_ended"] == 2)
+        wait_until(lambda: device.fabric.stats()["queue_pairs_ended"] == 2)
         stats = device.fabric.stats()
         assert (stats["crc_errors"], stats["terminates_sent"], by_code(stats)) == (2, 2, {"terminates_sent_2_0_02": 2})
 
@@ -154,7 +145,7 @@ def test_a_peer_that_reads_slowly_is_a_socket_stall() -> None:
             end.expect(Op.CONNECTED)
             assert end.qp.stats()["socket_stalls"] == 0
             end.post(request(Op.SEND, device.memory(16 << 20), 16 << 20, flags=WrFlag.NONE))
-            wait_for(lambda: len(peer.sock.recv(1 << 20)) > 0 and end.qp.stats()["socket_stalls"] > 0)
+            wait_until(lambda: len(peer.sock.recv(1 << 20)) > 0 and end.qp.stats()["socket_stalls"] > 0)
 
 
 def test_what_the_kernel_sends_again_is_counted() -> None:
@@ -166,11 +157,11 @@ def test_what_the_kernel_sends_again_is_counted() -> None:
             assert qp.stats()["retransmitted_segments"] == 0
             memory = device.memory(b"lost at first")
             qp.post_send(request(Op.SEND, memory, 13, flags=WrFlag.NONE))
-            wait_for(lambda: qp.stats()["retransmitted_segments"] > 0)
+            wait_until(lambda: qp.stats()["retransmitted_segments"] > 0)
             peer.sock.setsockopt(socket.SOL_SOCKET, 27, b"\0\0\0\0")  # SO_DETACH_FILTER
             assert peer.receive_untagged().payload == b"lost at first"
             lost = qp.stats()["retransmitted_segments"]
-        wait_for(lambda: device.fabric.stats()["queue_pairs_ended"] == 1)
+        wait_until(lambda: device.fabric.stats()["queue_pairs_ended"] == 1)
         assert device.fabric.stats()["retransmitted_segments"] >= lost
 
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from kbtp_core.fabric.api import Access, Executor, FabricError, Op, PoolState, QueueLimits, ReportsReaders, StoreGrant, WrFlag
 from tests.fabric.peer import Peer, closing, dial
 from tests.fabric.wire import Opcode, StartUp, Tagged, Terminate, Untagged, send, write
-from tests.fabric.world import End, Memory, Node, node, pattern, request
+from tests.fabric.world import End, Memory, Node, node, pattern, request, wait_until
 
 VALID, SEALED = 1, 2
 INLINE, SEAL, RECORD, INVALIDATE, ALLOW_UNSEALED = 1, 2, 4, 8, 16
@@ -354,13 +354,6 @@ def answer_what_went_up(end: End, it: Target) -> None:
         if done.op == Op.RECEIVE:
             end.receive_into(it.inbox, 64)
             end.post(request(Op.SEND, it.device.memory(completion(BASE, 0, 0, 0)), 40, flags=WrFlag.SNAPSHOT))
-
-
-def wait_until(holds: Callable[[], bool], timeout_s: float = 5.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def test_a_pair_ends_with_its_object_for_nobody_keeps_alive_what_its_executor_works_on() -> None:

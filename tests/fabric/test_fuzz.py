@@ -7,6 +7,7 @@ failure here fails everywhere.
 from __future__ import annotations
 
 import struct
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -153,7 +154,9 @@ def test_request_frames_with_any_fields_end_or_are_announced(target: Victim, dat
     with closing(dial(target.port)) as peer:
         if peer.send_while_it_lasts(bytes(octets)):
             try_finish(peer)
-        incoming = target.device.poll_request(0.005)
+        incoming, deadline = None, time.monotonic() + 4.0
+        while incoming is None and not peer.has_news() and time.monotonic() < deadline:
+            incoming = target.device.poll_request(0.005)
         if incoming is not None:
             incoming.reject()
         peer.read_to_end()

@@ -11,7 +11,7 @@ import pytest
 
 from kbtp_core.fabric.api import WORK_REQUEST, Access, CompletionStatus, FabricError, Op, QueueLimits, WrFlag
 from kbtp_core.fabric.softrnic import SoftRnic
-from tests.fabric.world import ALL_REMOTE, End, Memory, Node, connect, node, pattern, request
+from tests.fabric.world import ALL_REMOTE, End, Memory, Node, connect, node, pattern, request, wait_until
 
 THREADS = 3
 LENGTH = 100_000
@@ -132,5 +132,5 @@ def test_connections_come_and_go_while_others_are_busy() -> None:
             a.drain()
             b.drain()
             near.expect(Op.WRITE)
-        assert target.fabric.stats()["queue_pairs"] == 1
+        wait_until(lambda: target.fabric.stats()["queue_pairs"] == 1)
         assert target.fabric.stats()["queue_pairs_ended"] == 60
