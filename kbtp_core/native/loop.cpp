@@ -1,6 +1,5 @@
 #include "loop.hpp"
 
-#include <sched.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
@@ -20,7 +19,10 @@ thread_local const Loop* running = nullptr;  // the loop whose thread this is
 }  // namespace
 
 Loop::Loop(Clock::duration spin)
-    : spin_(spin), epoll_fd_(::epoll_create1(EPOLL_CLOEXEC)), wake_fd_(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
+    : spins_(spin > Clock::duration::zero()),
+      spin_(spin),
+      epoll_fd_(::epoll_create1(EPOLL_CLOEXEC)),
+      wake_fd_(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
     if (epoll_fd_ < 0 || wake_fd_ < 0) {
         const int error = errno;
         if (epoll_fd_ >= 0) ::close(epoll_fd_);
@@ -78,9 +80,8 @@ void Loop::wake() {
 void Loop::run() {
     running = this;
     std::array<epoll_event, kEvents> events;
-    TimePoint spin_until{};
     while (!stopping_) {
-        const int n = wait_for_events(events, spin_until);
+        const int n = wait_for_events(events);
         for (int i = 0; i < n; ++i) {
             if (auto* who = static_cast<Pollable*>(events[static_cast<std::size_t>(i)].data.ptr))
                 who->on_event(events[static_cast<std::size_t>(i)].events);
@@ -93,14 +94,14 @@ void Loop::run() {
 
 // What comes soon after an event, as the next request of a peer does, is seen without going to sleep in between. The core goes to whoever
 // wants it meanwhile.
-int Loop::wait_for_events(std::span<epoll_event> events, TimePoint& spin_until) {
+int Loop::wait_for_events(std::span<epoll_event> events) {
     const auto wait = [&](int timeout_ms) { return ::epoll_wait(epoll_fd_, events.data(), static_cast<int>(events.size()), timeout_ms); };
     const int timeout_ms = run_deadlines();
     int n = 0;
-    if (spin_ > Clock::duration::zero() && timeout_ms != 0)
-        while ((n = wait(0)) == 0 && Clock::now() < spin_until) ::sched_yield();
+    if (spins_ && timeout_ms != 0)
+        while ((n = wait(0)) == 0 && spin_.again(Clock::now())) continue;
     if (n == 0) n = wait(timeout_ms);
-    if (n > 0) spin_until = Clock::now() + spin_;
+    if (n > 0 && spins_) spin_.begin(Clock::now());
     return n;
 }
 

@@ -18,6 +18,7 @@
 #include <thread>
 #include <vector>
 
+#include "spin.hpp"
 #include "types.hpp"
 
 namespace kbtp {
@@ -55,13 +56,14 @@ class Loop {
 
   private:
     void run();
-    int wait_for_events(std::span<epoll_event> events, TimePoint& spin_until);
+    int wait_for_events(std::span<epoll_event> events);
     void run_tasks();
     void bury();
     int run_deadlines();  // returns milliseconds until the next one, or -1
     void wake();          // with tasks_mutex_ held
 
-    const Clock::duration spin_;
+    const bool spins_;
+    Spin spin_;  // of the thread
     const int epoll_fd_, wake_fd_;
 
     std::mutex tasks_mutex_;  // guards the two below

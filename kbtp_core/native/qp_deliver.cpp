@@ -247,18 +247,39 @@ bool QueuePair::execute(const wire::Segment& s, const u8* payload, u32 n) {
     if (!has_executor_ || s.tagged || !s.last || s.offset != 0 || inbound_ || s.msn != expected_send_msn_) return false;
     if (check_kind(s) || (s.opcode != wire::opcode::send && s.opcode != wire::opcode::send_se)) return false;
     std::lock_guard lock(tx_mutex_);
+    if (!execute_whole({payload, n}, 0)) return false;
+    ++stats_.messages_received;
+    return true;
+}
+
+// The same for a message of several segments, which is whole in its receive buffer now. That buffer is the next one again.
+bool QueuePair::execute_received(const wire::Segment& s) {
+    if (!has_executor_ || s.offset == 0 || (s.opcode != wire::opcode::send && s.opcode != wire::opcode::send_se)) return false;
+    const Receive buffer = inbound_->buffer;
+    const u8* message = buffer.region ? buffer.region->contiguous(buffer.request.offset, inbound_->received) : nullptr;
+    const BorrowedPin pin(buffer.region.get());
+    if (!message || !pin) return false;
+    std::lock_guard lock(tx_mutex_);
+    if (!execute_whole({message, inbound_->received}, 1)) return false;
+    inbound_.reset();
+    std::lock_guard receives(rq_mutex_);
+    receive_queue_.push_front(buffer);
+    return true;
+}
+
+// With tx_mutex_ held. `taken` receive buffers are out of their queue for this message.
+bool QueuePair::execute_whole(std::span<const u8> message, std::size_t taken) {
     bool is_up = false;
     {
         std::lock_guard receives(rq_mutex_);
         is_up = upcalls_ > 0;
         // What is posted bounds what a peer may have outstanding, here as there.
-        if (receive_queue_.size() <= executor_replies_) return false;
+        if (receive_queue_.size() + taken <= executor_replies_) return false;
     }
-    const auto work = executor_->take({payload, n}, is_up, ord_ > 0);
+    const auto work = executor_->take(message, is_up, ord_ > 0);
     if (!work) return false;
     ++expected_send_msn_;
     ++executor_replies_;
-    ++stats_.messages_received;
     execute(*work);
     return true;
 }

@@ -151,8 +151,8 @@ bool QueuePair::start_direct(u32 ulpdu, std::size_t available) {
     const wire::Segment segment = wire::decode_segment(frame + wire::kLengthField);
     const u32 header = segment.header_size(), payload = ulpdu - header;
     if (check_kind(segment) || !goes_as_foretold(segment, payload)) return false;
-    // An executor and a requester look at messages whole.
-    if ((has_executor_ || has_requester_) && !segment.tagged) return false;
+    // An executor and a requester look at messages of one segment whole.
+    if ((has_executor_ || has_requester_) && !segment.tagged && segment.last && segment.offset == 0) return false;
     settle_answers();
     Placement at;
     std::optional<wire::TerminateCode> wrong;
@@ -479,7 +479,7 @@ void QueuePair::placed(const wire::Segment& s, const u8* payload, u32 n) {
             break;
         default:
             inbound_->received += n;
-            if (s.last) deliver_send(s, payload);
+            if (s.last && !execute_received(s)) deliver_send(s, payload);
     }
 }
 

@@ -5,7 +5,6 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
-#include <sched.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -33,7 +32,8 @@ QueuePair::QueuePair(std::shared_ptr<Device> device, Loop& loop, u32 number, u32
       limits_(limits),
       next_atomic_id_(device_->options().first_atomic_id),
       ird_(limits.ird),
-      ord_(limits.ord) {
+      ord_(limits.ord),
+      spin_(device_->options().spin) {
     arena_.resize(kFrameArenaTotal);
 }
 
@@ -207,8 +207,8 @@ bool QueuePair::is_reading() const {
 
 void QueuePair::drive(TimePoint until) {
     if (!begin_driving()) return;
-    const auto spin = device_->options().spin;
-    for (TimePoint spin_until = Clock::now() + spin;;) {
+    spin_.begin(Clock::now());
+    for (;;) {
         int fd = -1;
         bool moved = false;
         {
@@ -223,11 +223,8 @@ void QueuePair::drive(TimePoint until) {
         if (cq_->has_news()) break;
         const TimePoint now = Clock::now();
         if (now >= until) break;
-        if (moved) spin_until = now + spin;
-        if (now < spin_until) {
-            ::sched_yield();
-            continue;
-        }
+        if (moved) spin_.begin(now);
+        if (spin_.again(now)) continue;
         const int news = cq_->begin_sleep();
         if (news < 0) break;
         // `fd` may be closed by now, and its number in use for something else: then the news are that this pair has ended.
@@ -237,7 +234,7 @@ void QueuePair::drive(TimePoint until) {
         const timespec timeout{left.count() / 1'000'000'000, left.count() % 1'000'000'000};
         ::ppoll(wanted.data(), wanted.size(), &timeout, nullptr);
         cq_->end_sleep();
-        spin_until = TimePoint{};
+        spin_.end();
     }
     end_driving();
 }
@@ -284,8 +281,11 @@ void QueuePair::reply_to_request(std::vector<u8> private_data) {
     const std::vector<u8> frame = wire::encode_startup(reply);
     const ssize_t n = socket_send(capture_.get(), fd_, frame);
     if (n != static_cast<ssize_t>(frame.size())) return end(wire::error::tcp_lost.packed(), 0, Status::connect_failed);
-    in_epoll_ = true;
-    loop_.watch(fd_, this, EPOLLIN);
+    {
+        std::lock_guard lock(tx_mutex_);
+        in_epoll_ = true;
+        loop_.watch(fd_, this, EPOLLIN);
+    }
     set_deadline(limits_.startup_timeout_s);
     connected();
 }

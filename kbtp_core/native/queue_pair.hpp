@@ -38,6 +38,7 @@
 #include "polite_mutex.hpp"
 #include "region.hpp"
 #include "requester.hpp"
+#include "spin.hpp"
 #include "wire.hpp"
 
 namespace kbtp {
@@ -240,6 +241,8 @@ class QueuePair : public Pollable, public Drivable, public std::enable_shared_fr
     bool take_answer(std::span<const u8> answer);
     bool answered(const std::shared_ptr<RequestBatch>& batch);
     bool execute(const wire::Segment& segment, const u8* payload, u32 n);
+    bool execute_received(const wire::Segment& segment);
+    bool execute_whole(std::span<const u8> message, std::size_t taken);
     void execute(const Work& work);
     void settled();
     std::optional<wire::TerminateCode> check_source(u32 stag, u64 offset, u64 size, u8 right, RegionPtr& out) const;
@@ -299,6 +302,7 @@ class QueuePair : public Pollable, public Drivable, public std::enable_shared_fr
     bool fin_sent_ = false;
     bool reading_ = true;
     bool driven_ = false;  // a thread that waits asks the socket for octets, not the device
+    Spin spin_;            // of that thread
     QueuePairStats stats_;
     bool request_stalls_ = false, store_stalls_ = false;    // the next one waits for ORD, and is counted
     std::deque<std::shared_ptr<RequestBatch>> load_queue_;  // batches with requests not sent yet

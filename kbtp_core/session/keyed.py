@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -21,7 +21,6 @@ from kbtp_core.protocol.keyed import Ids, LookupFlag, PinFlag, PublishFlag
 from kbtp_core.protocol.keyed_batch import Encode
 
 _OK, _ALREADY_BOUND = int(Status.OK), int(Status.ALREADY_BOUND)  # plain numbers are far quicker than members
-_INLINE_MOST: Final = 56 * 1024  # so that the message fits into one segment, and the target's executor can take it
 
 
 class Pending(Protocol):
@@ -341,7 +340,7 @@ class KeyedCalls(ABC):
     @property
     def put_inline_bytes(self) -> int:
         """Values up to this go inside their messages, and need no region."""
-        return min(self.target.inline_bytes, _INLINE_MOST)
+        return self.target.inline_bytes
 
     def lookup(self, ids: Ids, tenant: int, *, deadline: float, flags: int = LookupFlag.NONE) -> Lookups:
         """Where are these values? With PREFIX what lies behind the first absent id counts as absent, too."""

@@ -117,6 +117,28 @@ def test_loads_in_a_row_are_answered_in_order() -> None:
             assert [it.readers(index) for index in range(ENTRIES)] == [0] * ENTRIES
 
 
+def in_segments(message: bytes, msn: int, size: int) -> list[Untagged]:
+    starts = range(0, len(message), size)
+    return [Untagged(Opcode.SEND, msn, message[at : at + size], at, is_last=at + size >= len(message)) for at in starts]
+
+
+@pytest.mark.parametrize("size", [1, 17, 39])
+def test_a_request_in_several_segments_is_run_like_one_in_one_and_its_buffer_stays_posted(size: int) -> None:
+    with target() as it:
+        it.bind(2)
+        peer, end = it.connect(receives=1)
+        with closing(peer):
+            for msn in range(1, 7):
+                peer.send(*in_segments(load(BASE + 2), msn, size))
+                expect_block(peer, it, 2, 100, msn)
+            assert end.is_idle()
+            assert end.qp.stats()["executed_loads"] == 6
+            assert end.qp.stats()["messages_received"] == 7
+            peer.send(*in_segments(load(BASE + 2)[:-1], 7, size))
+            assert end.expect(Op.RECEIVE).length == 39
+            assert it.inbox.read(0, 39) == load(BASE + 2)[:-1]
+
+
 def test_an_unsealed_block_is_loaded_where_the_request_allows_it() -> None:
     with target() as it:
         it.bind(0, flags=VALID)

@@ -6,9 +6,7 @@ import contextlib
 import ctypes
 import fcntl
 import logging
-import os
 import socket
-import stat
 import struct
 import time
 from collections.abc import Iterator
@@ -28,11 +26,11 @@ from tests.fabric.world import End, Node, connect, node, request
 def sockets_to(keep: contextlib.ExitStack, port: int, host: str = "127.0.0.1") -> list[socket.socket]:
     """Copies of this process's sockets whose peer is there, to be closed by `keep`; that closes nothing else."""
     found = []
-    for number in [int(link.name) for link in Path("/proc/self/fd").iterdir()]:
+    for link in [*Path("/proc/self/fd").iterdir()]:
         with contextlib.suppress(OSError), contextlib.ExitStack() as others:  # it is closed by now, or has no peer
-            if stat.S_ISSOCK(os.fstat(number).st_mode):
+            if str(link.readlink()).startswith("socket:"):  # asked of the kernel by name: other threads may close it meanwhile
                 # A number that is not in the list: what the listing itself used is free again.
-                copy = others.enter_context(socket.socket(fileno=fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, 500)))
+                copy = others.enter_context(socket.socket(fileno=fcntl.fcntl(int(link.name), fcntl.F_DUPFD_CLOEXEC, 500)))
                 if copy.getpeername()[:2] == (host, port):
                     found.append(copy)
                     keep.push(others.pop_all())
