@@ -30,7 +30,7 @@ from kbtp_core.fabric.api import Fabric
 from kbtp_core.protocol.keyed import namespace_id
 from kbtp_core.store import places
 from kbtp_core.store.embedded import EmbeddedLink, EmbeddedStore
-from kbtp_core.store.identity import Namespace, object_ids, tenant_id, tenant_of
+from kbtp_core.store.identity import Namespace, id_prefix, object_ids, tenant_id, tenant_of
 from kbtp_core.store.item_status import ItemStatus
 from kbtp_core.store.link import Link, LinkOptions, SpaceOf
 from kbtp_core.store.places import Places
@@ -105,6 +105,7 @@ class Client:
         self._placement = placement
         self._links = links
         self._sole = next(iter(links.values())) if len(links) == 1 else None
+        self._link = self._sole if isinstance(self._sole, Link) else None
         self._threads: ThreadPoolExecutor | None = None
 
     # Values ----------------------------------------------------------------------------------------------------------
@@ -119,10 +120,18 @@ class Client:
 
         Raises ValueError, with nothing stored, if there are not as many values as keys, or for a buffer that can't be used.
         """
+        if self._link is not None and type(keys) is list and type(values) is list:
+            status = self._link.put_at_once(keys, values, self._deadline(timeout_s), durable=durable, pin=pin)
+            if status is not None:
+                return status
         return self.put_from(keys, places.of_buffers(values, writable=False), durable=durable, pin=pin, timeout_s=timeout_s)
 
     def get(self, keys: Keys, into: Sequence[Any], *, timeout_s: float | None = None) -> GetResult:
         """Read values into writable buffers. Raises ValueError, with nothing read, as `put` does."""
+        if self._link is not None and type(keys) is list and type(into) is list:
+            found = self._link.get_at_once(keys, into, self._deadline(timeout_s))
+            if found is not None:
+                return GetResult(*found)
         return self.get_into(keys, places.of_buffers(into, writable=True), timeout_s=timeout_s)
 
     def put_from(
@@ -275,7 +284,7 @@ def _space(namespace: bytes | Namespace, ttl_s: int) -> SpaceOf:
     octets = namespace.encode() if isinstance(namespace, Namespace) else namespace
     if not octets:
         raise ValueError("a client needs a namespace: kbtp_core.store.identity.Namespace makes one from an engine's geometry")
-    return SpaceOf(tenant_id(tenant_of(octets)), namespace_id(octets), ttl_s)
+    return SpaceOf(tenant_id(tenant_of(octets)), namespace_id(octets), ttl_s, id_prefix(octets))
 
 
 def _open_fabric() -> Fabric:

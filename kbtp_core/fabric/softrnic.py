@@ -45,6 +45,7 @@ from kbtp_core.fabric.api import Executor as ExecutorLike
 from kbtp_core.fabric.api import ProtectionDomain as ProtectionDomainLike
 from kbtp_core.fabric.api import Region as RegionLike
 from kbtp_core.fabric.capture import Capture, wanted_by_environment
+from kbtp_core.fabric.client_calls import ClientCalls
 from kbtp_core.fabric.executor import NativeExecutor, create_executor
 from kbtp_core.fabric.rnic_settings import RnicSettings, say_what_is_missing
 
@@ -319,6 +320,19 @@ class QueuePair:
     def create_requester(self, credit: int) -> Requester:
         self.native.enable_loads(credit)
         return Requester(self.native)
+
+    def create_client_calls(
+        self,
+        cache: Any,
+        prefix: bytes,
+        tenant: int,
+        inline_bytes: int,
+        block_bytes: int,
+        publish_items: int,
+        get_items: int,
+        handles: NDArray[np.uint64],
+    ) -> ClientCalls:
+        return _native.ClientCalls(self.native, cache, prefix, tenant, inline_bytes, block_bytes, publish_items, get_items, handles)
 
     def close(self, timeout_s: float = 2.0) -> None:
         self.native.close(timeout_s)

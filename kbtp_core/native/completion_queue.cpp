@@ -55,6 +55,15 @@ std::vector<u64> CompletionQueue::poll_loads() {
     return sequences;
 }
 
+bool CompletionQueue::take_load(u32 sequence) {
+    std::lock_guard lock(mutex_);
+    if (queue_.empty() || queue_.front().op != Op::loads || queue_.front().status != Status::ok || queue_.front().wr_id != sequence)
+        return false;
+    queue_.pop_front();
+    if (queue_.empty()) quiet();
+    return true;
+}
+
 bool CompletionQueue::is_empty() {
     std::lock_guard lock(mutex_);
     return queue_.empty();
@@ -70,6 +79,12 @@ bool CompletionQueue::wait(double timeout_s) {
     woken_ = false;
     quiet();
     return false;
+}
+
+void CompletionQueue::forget_wake() {
+    std::lock_guard lock(mutex_);
+    woken_ = false;
+    if (queue_.empty()) quiet();
 }
 
 int CompletionQueue::fd() {

@@ -36,9 +36,13 @@ class CompletionQueue {
     std::vector<Completion> poll(std::size_t limit);
     // Take the `loads` completions at the front that went well: their sequence numbers. Nothing else is taken.
     std::vector<u64> poll_loads();
+    // Take the one of `sequence`, if it is the next.
+    bool take_load(u32 sequence);
     bool is_empty();
     bool wait(double timeout_s);
     void wake();
+    // Whoever waits has been woken, and knows.
+    void forget_wake();
     int fd();
 
     // One more queue pair reports here.

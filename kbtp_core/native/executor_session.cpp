@@ -63,9 +63,33 @@ std::optional<Work> ExecutorSession::keyed(std::span<const u8> message) {
             return Work{.kind = Work::Kind::parked, .opcode = message[1]};
         }
     }
+    if (message[1] == keyed_opcode::get) return get(message);
     auto answer = answer_keyed(session, *grant_, message);
     if (!answer) return {};
     return Work{.kind = Work::Kind::answer, .opcode = message[1], .octets = std::make_shared<const std::vector<u8>>(std::move(*answer))};
+}
+
+// What is in memory and fits is written; the rest is told where it is, as by a LOOKUP.
+std::optional<Work> ExecutorSession::get(std::span<const u8> message) {
+    auto get = look_up_get(*grant_->keyed, *grant_, message);
+    if (!get) return {};
+    Work work{.kind = Work::Kind::answer, .opcode = keyed_opcode::get, .stag = get->stag};
+    for (std::size_t i = 0; i < get->found.size(); ++i) {
+        LookupItem& found = get->found[i];
+        const Get::Item& wanted = get->items[i];
+        const auto index = executor_->index_of(found.handle);
+        if (found.tier != Tier::ram || !index || writing_count_ >= kMostWriting || wanted.offset + found.length < wanted.offset) continue;
+        const Entry entry = executor_->entry(*index);
+        if (!entry.is_valid() || !entry.is_sealed() || entry.generation != found.generation || entry.length != found.length) continue;
+        if (entry.length == 0 || entry.length > wanted.room || entry.length > executor_->block_bytes()) continue;
+        if (entry.block_offset > pool_bytes_ || entry.length > pool_bytes_ - entry.block_offset) continue;
+        if (!executor_->begin_read(*index, entry)) continue;
+        work.parts.push_back({*index, entry.block_offset, wanted.offset, entry.length});
+        found.flags |= kGetWritten;
+        ++writing_count_;
+    }
+    work.octets = std::make_shared<const std::vector<u8>>(answer_get(*get, message));
+    return work;
 }
 
 std::optional<Work> ExecutorSession::unpark() {
@@ -92,6 +116,7 @@ std::optional<Work> ExecutorSession::load(const Request& r) {
     if (entry.block_offset > pool_bytes_ || entry.length > pool_bytes_ - entry.block_offset) return {};
     if (r.offset + entry.length < r.offset) return {};
     if (!executor_->begin_read(*index, entry)) return {};
+    ++writing_count_;
     const bool snapshot = !entry.is_sealed();
     if (snapshot) unsettled_.emplace(*index, Unsettled{});
     return Work{.kind = Work::Kind::load,
@@ -108,6 +133,7 @@ std::optional<Work> ExecutorSession::load(const Request& r) {
 
 void ExecutorSession::load_sent(u64 entry, bool is_snapshot) {
     executor_->end_read(entry);
+    --writing_count_;
     if (is_snapshot) unsettled_.erase(entry);
 }
 

@@ -35,6 +35,11 @@ struct Work {
     bool snapshot = false;    // the block may change while it is sent
     Answer answer{};
     std::shared_ptr<const std::vector<u8>> octets{};  // the answer to a keyed message, instead
+    struct Part {
+        u64 entry, block_offset, offset;
+        u32 length;
+    };
+    std::vector<Part> parts{};  // of a GET: Writes to `stag` before the answer, with a `load_sent` each
 };
 
 class ExecutorSession {
@@ -77,6 +82,7 @@ class ExecutorSession {
     std::optional<Work> alloc_store(const Request& request, bool may_read);
     std::optional<Work> free(const Request& request);
     std::optional<Work> keyed(std::span<const u8> message);
+    std::optional<Work> get(std::span<const u8> message);
     bool is_unsettled(u64 index) const { return unsettled_.contains(index) || parked_entries_.contains(index); }
     std::optional<Work> duplicate(std::span<const u8> message) const;
     Work read(const Request& request, u64 index, u64 block_offset);
@@ -91,6 +97,8 @@ class ExecutorSession {
     std::unordered_set<u64> store_ids_;             // Request IDs of the stores among them, and of what is parked
     std::deque<std::vector<u8>> parked_;            // PUBLISHes, in the order sent
     std::unordered_multiset<u64> parked_entries_;   // that they name
+    u64 writing_count_ = 0;                         // blocks whose octets have not left yet
+    static constexpr u64 kMostWriting = 1024;       // beyond that the values of a GET are left to LOADs, which are bounded
 };
 
 }  // namespace kbtp

@@ -5,9 +5,13 @@
 namespace kbtp {
 namespace {
 
-constexpr std::size_t kLookupItem = 16, kPublishItem = 32, kPublishResult = 12, kId = 16;
+constexpr std::size_t kLookupItem = 16, kPublishItem = 32, kPublishResult = 12, kId = 16, kGetHead = 48, kGetItem = 32;
 // A keyed message has at most the granted inline length and 64 octets; 128 are always taken.
 u64 longest(const StoreGrant& grant) { return std::max<u64>(u64{grant.inline_bytes} + 64, 128); }
+
+bool is_plain(const StoreGrant& grant, std::span<const u8> m) {
+    return m.size() >= kHeader && m.size() <= longest(grant) && m[0] == 1 && load_be<u16>(&m[2]) == 0;
+}
 
 std::vector<u8> answer_head(std::span<const u8> request, u8 opcode, std::size_t size) {
     std::vector<u8> out(size);
@@ -17,30 +21,39 @@ std::vector<u8> answer_head(std::span<const u8> request, u8 opcode, std::size_t 
     return out;
 }
 
-std::optional<std::vector<u8>> answer_lookup(KeyedStore& store, std::span<const u8> m) {
-    if (m.size() < 40) return {};
-    const u64 tenant = load_be<u64>(&m[24]);
-    const u32 flags = load_be<u32>(&m[32]), count = load_be<u32>(&m[36]);
-    if (flags & ~lookup_flag::known || m.size() != 40 + kId * u64{count}) return {};
-    // What is on disk can only be asked for, or promoted, by the software target.
+// Nothing: what is on disk can only be asked for, or promoted, by the software target.
+std::optional<std::vector<LookupItem>> look_up(KeyedStore& store, u64 tenant, std::span<const u8> ids, u32 flags) {
     if (store.has_disk() && !store.has_backing()) return {};
-    std::vector<LookupItem> found(count);
-    const u64 answered = store.lookup(tenant, m.subspan(40), flags, found.data());
+    std::vector<LookupItem> found(ids.size() / kId);
+    found.resize(store.lookup(tenant, ids, flags, found.data()));
     if (flags & lookup_flag::promote)
-        for (u64 i = 0; i < answered; ++i)
-            if (found[i].tier == Tier::disk) return {};
-    store.note_lookup({found.data(), answered});
-    auto out = answer_head(m, keyed_opcode::lookup_result, kHeader + 4 + kLookupItem * answered);
-    store_be<u32>(&out[24], static_cast<u32>(answered));
+        for (const LookupItem& item : found)
+            if (item.tier == Tier::disk) return {};
+    store.note_lookup(found);
+    return found;
+}
+
+std::vector<u8> encode_found(std::span<const u8> m, u8 opcode, std::span<const LookupItem> found) {
+    auto out = answer_head(m, opcode, kHeader + 4 + kLookupItem * found.size());
+    store_be<u32>(&out[24], static_cast<u32>(found.size()));
     u8* at = out.data() + kHeader + 4;
-    for (u64 i = 0; i < answered; ++i, at += kLookupItem) {
-        store_be<u64>(at, found[i].handle);
-        store_be<u16>(at + 8, found[i].generation);
-        at[10] = static_cast<u8>(found[i].tier);
-        at[11] = found[i].flags;
-        store_be<u32>(at + 12, found[i].length);
+    for (const LookupItem& item : found) {
+        store_be<u64>(at, item.handle);
+        store_be<u16>(at + 8, item.generation);
+        at[10] = static_cast<u8>(item.tier);
+        at[11] = item.flags;
+        store_be<u32>(at + 12, item.length);
+        at += kLookupItem;
     }
     return out;
+}
+
+std::optional<std::vector<u8>> answer_lookup(KeyedStore& store, std::span<const u8> m) {
+    if (m.size() < 40) return {};
+    const u32 flags = load_be<u32>(&m[32]), count = load_be<u32>(&m[36]);
+    if (flags & ~lookup_flag::known || m.size() != 40 + kId * u64{count}) return {};
+    const auto found = look_up(store, load_be<u64>(&m[24]), m.subspan(40), flags);
+    return found ? std::optional(encode_found(m, keyed_opcode::lookup_result, *found)) : std::nullopt;
 }
 
 struct Publish {
@@ -116,8 +129,29 @@ std::vector<u8> answer_late_publish(const KeyedSession& session, const StoreGran
     return encode_published(message, results);
 }
 
+std::optional<Get> look_up_get(const KeyedSession& session, const StoreGrant& grant, std::span<const u8> m) {
+    if (!is_plain(grant, m) || m.size() < kGetHead) return {};
+    const u32 flags = load_be<u32>(&m[32]), count = load_be<u32>(&m[36]);
+    if (flags & ~(lookup_flag::promote | lookup_flag::touch) || m.size() != kGetHead + kGetItem * u64{count}) return {};
+    Get get{load_be<u32>(&m[40]), std::vector<Get::Item>(count), {}};
+    std::vector<u8> ids(kId * count);
+    const u8* at = m.data() + kGetHead;
+    for (u32 i = 0; i < count; ++i, at += kGetItem) {
+        std::copy_n(at, kId, &ids[kId * i]);
+        get.items[i] = {load_be<u64>(at + 16), load_be<u32>(at + 24)};
+    }
+    auto found = look_up(*session.store, load_be<u64>(&m[24]), ids, flags);
+    if (!found) return {};
+    get.found = std::move(*found);
+    return get;
+}
+
+std::vector<u8> answer_get(const Get& get, std::span<const u8> message) {
+    return encode_found(message, keyed_opcode::get_result, get.found);
+}
+
 std::optional<std::vector<u8>> answer_keyed(const KeyedSession& session, const StoreGrant& grant, std::span<const u8> message) {
-    if (message.size() < kHeader || message.size() > longest(grant) || message[0] != 1 || load_be<u16>(&message[2]) != 0) return {};
+    if (!is_plain(grant, message)) return {};
     switch (message[1]) {
         case keyed_opcode::lookup:
             return answer_lookup(*session.store, message);

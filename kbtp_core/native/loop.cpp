@@ -101,7 +101,7 @@ int Loop::wait_for_events(std::span<epoll_event> events) {
     if (spins_ && timeout_ms != 0)
         while ((n = wait(0)) == 0 && spin_.again(Clock::now())) continue;
     if (n == 0) n = wait(timeout_ms);
-    if (n > 0 && spins_) spin_.begin(Clock::now());
+    if (n > 0 && spins_) spin_.hit(Clock::now());
     return n;
 }
 

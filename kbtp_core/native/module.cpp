@@ -410,5 +410,6 @@ NB_MODULE(_native, m) {
     bind_slab(m);
     bind_crc(m);
     bind_client(m);
+    bind_calls(m);
     bind_identity(m);
 }

@@ -5,6 +5,7 @@
 
 namespace kbtp {
 
+void bind_calls(nanobind::module_& m);
 void bind_client(nanobind::module_& m);
 void bind_identity(nanobind::module_& m);
 void bind_keyed(nanobind::module_& m);

@@ -1,5 +1,6 @@
 // What a client of a store needs in bulk: remembered handles, and CRC-32Cs of values.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
 
 #include <span>
 

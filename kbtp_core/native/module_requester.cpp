@@ -8,6 +8,7 @@
 #include "device.hpp"
 #include "module.hpp"
 #include "python_arrays.hpp"
+#include "python_values.hpp"
 
 namespace nb = nanobind;
 
@@ -103,29 +104,6 @@ nb::list answers(QueuePair& q, const MessageBatch& batch) {
     return out;
 }
 
-// Value i lies at i * `stride` of `memory`, and is `sizes[i]` octets long; where its status is OK its pieces get it, in their order.
-void scatter(nb::handle memory, u64 stride, nb::handle addresses, nb::handle lengths, nb::handle statuses, nb::handle sizes) {
-    const Buffer m(memory, false), a(addresses, false), l(lengths, false), s(statuses, false), z(sizes, false);
-    const auto where = a.as<const u64>();
-    const auto room = l.as<const u32>(), octets = z.as<const u32>();
-    const auto status = s.as<const u16>();
-    const std::size_t count = status.size(), pieces = count ? where.size() / count : 0;
-    if (where.size() != count * pieces || room.size() != where.size() || octets.size() != count || m.size() < count * stride)
-        throw std::invalid_argument("as many statuses and sizes as values, and memory for all of them");
-    nb::gil_scoped_release nogil;
-    for (std::size_t i = 0; i < count; ++i) {
-        if (status[i] != 0) continue;
-        const u8* from = m.data() + i * stride;
-        u64 left = std::min<u64>(octets[i], stride);
-        for (std::size_t p = i * pieces; p < (i + 1) * pieces && left > 0; ++p) {
-            const u64 n = std::min<u64>(left, room[p]);
-            if (n > 0) std::memcpy(reinterpret_cast<u8*>(where[p]), from, n);
-            from += n;
-            left -= n;
-        }
-    }
-}
-
 // Where the memory of n arrays is; false if one of them is not contiguous, not writable though it must be, or has 4 GiB or more.
 bool places_of(nb::sequence arrays, bool writable, nb::handle addresses, nb::handle lengths) {
     const Buffer a(addresses, true), l(lengths, true);
@@ -134,16 +112,10 @@ bool places_of(nb::sequence arrays, bool writable, nb::handle addresses, nb::han
     if (nb::len(arrays) != where.size() || octets.size() != where.size()) throw std::invalid_argument("as many places as arrays");
     std::size_t at = 0;
     for (nb::handle array : arrays) {
-        Py_buffer view;
-        if (PyObject_GetBuffer(array.ptr(), &view, writable ? PyBUF_WRITABLE : PyBUF_SIMPLE) != 0) {
-            PyErr_Clear();
-            return false;
-        }
-        const auto size = static_cast<u64>(view.len);
-        where[at] = size ? reinterpret_cast<u64>(view.buf) : 0;
-        octets[at++] = static_cast<u32>(size);
-        PyBuffer_Release(&view);
-        if (size >> 32) return false;
+        const auto place = place_of(array, writable);
+        if (!place) return false;
+        where[at] = place->address;
+        octets[at++] = place->length;
     }
     return true;
 }
@@ -158,7 +130,6 @@ void bind_messages(nb::module_& m) {
     m.def("put_results", [](QueuePair& q, const MessageBatch& batch, std::size_t count, u32 values_each) {
         return to_bytes(q, [&] { return put_results(batch, count, values_each); });
     });
-    m.def("scatter", &scatter);
     m.def("places_of", &places_of);
     m.def("post_lookups", &post_lookups);
     m.def("lookup_results", [](QueuePair& q, const MessageBatch& batch, std::size_t count, u32 values_each, bool is_prefix) {

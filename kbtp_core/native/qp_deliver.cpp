@@ -289,21 +289,23 @@ void QueuePair::execute(const Work& work) {
     replies_waiting_ = true;
     if (work.kind == Work::Kind::parked) return;
     if (work.kind == Work::Kind::read) return stores_.push_back(work);
-    if (work.kind == Work::Kind::load) {
+    const auto write = [&](const Work::Part& part) {
         ++stats_.executed_loads;
         Message data;
         data.header.tagged = true;
         data.header.opcode = wire::opcode::write;
         data.header.stag = work.stag;
-        data.header.offset = work.offset;
+        data.header.offset = part.offset;
         data.source = pool_;
-        data.source_offset = work.block_offset;
-        data.length = work.length;
+        data.source_offset = part.block_offset;
+        data.length = part.length;
         data.snapshot = work.snapshot;
         data.owner = Owner::executor_write;
-        data.owner_id = work.entry;
+        data.owner_id = part.entry;
         replies_.push_back(std::move(data));
-    }
+    };
+    if (work.kind == Work::Kind::load) write({work.entry, work.block_offset, work.offset, work.length});
+    for (const Work::Part& part : work.parts) write(part);
     stats_.executed_frees += work.opcode == opcode::free;
     stats_.executed_keyed += work.octets != nullptr;
     stats_.executed_stores += work.opcode == opcode::store || work.opcode == opcode::alloc_store;

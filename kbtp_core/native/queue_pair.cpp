@@ -41,6 +41,8 @@ QueuePair::~QueuePair() {
     if (fd_ >= 0) socket_close(capture_.get(), fd_);
 }
 
+RegionTable& QueuePair::regions() const { return device_->regions(); }
+
 std::string QueuePair::peer() const {
     std::lock_guard lock(info_mutex_);
     return peer_;
@@ -207,6 +209,11 @@ bool QueuePair::is_reading() const {
 
 void QueuePair::drive(TimePoint until) {
     if (!begin_driving()) return;
+    drive_on(until);
+    end_driving();
+}
+
+void QueuePair::drive_on(TimePoint until) {
     spin_.begin(Clock::now());
     for (;;) {
         int fd = -1;
@@ -220,10 +227,9 @@ void QueuePair::drive(TimePoint until) {
             moved = stats_.bytes_received != before;
             fd = fd_;
         }
-        if (cq_->has_news()) break;
         const TimePoint now = Clock::now();
-        if (now >= until) break;
-        if (moved) spin_.begin(now);
+        if (moved) spin_.hit(now);
+        if (cq_->has_news() || now >= until) break;
         if (spin_.again(now)) continue;
         const int news = cq_->begin_sleep();
         if (news < 0) break;
@@ -236,7 +242,6 @@ void QueuePair::drive(TimePoint until) {
         cq_->end_sleep();
         spin_.end();
     }
-    end_driving();
 }
 
 // --- progress -------------------------------------------------------------------------------------------------------------------

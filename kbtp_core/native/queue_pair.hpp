@@ -55,6 +55,9 @@ class QueuePair : public Pollable, public Drivable, public std::enable_shared_fr
 
     // --- any thread -------------------------------------------------------------------------------------------------------
     u32 number() const { return number_; }
+    u32 pd() const { return pd_; }
+    RegionTable& regions() const;
+    CompletionQueue& completions() const { return *cq_; }
     std::string peer() const;
     std::vector<u8> peer_private_data() const;
     void connect(const std::string& host, u16 port, std::vector<u8> private_data);
@@ -83,6 +86,10 @@ class QueuePair : public Pollable, public Drivable, public std::enable_shared_fr
     void end_now();
     QueuePairStats stats();
     void drive(TimePoint until) override;
+    // The same in steps, for who begins before he posts what he will wait for. False: it can't be done here and now.
+    bool begin_driving();
+    void drive_on(TimePoint until);
+    void end_driving();
     // Passive side, once, before `accept`: take over the listener's socket and the peer's Request.
     void adopt(int fd, std::unique_ptr<CaptureStream> capture, std::string peer, wire::Startup request);
 
@@ -173,8 +180,6 @@ class QueuePair : public Pollable, public Drivable, public std::enable_shared_fr
             task(*self);
         });
     }
-    bool begin_driving();
-    void end_driving();
     bool is_reading() const;
     void watch_socket();  // with tx_mutex_ held
     void end(u64 value, u16 flags, Status status);

@@ -11,9 +11,9 @@ namespace kbtp {
 namespace {
 
 constexpr std::size_t kRequest = 40, kLookupHead = 40, kLookupItem = 16, kPublishHead = 40, kPublishItem = 32, kPublishResult = 12,
-                      kId = 16;
+                      kId = 16, kGetHead = 48, kGetItem = 32;
 constexpr u8 kLoad = 3, kAllocStore = 5, kCompletionOpcode = 8, kLookup = 0x80, kLookupResultOpcode = 0x81, kPublish = 0x82,
-             kPublishResultOpcode = 0x83;
+             kPublishResultOpcode = 0x83, kGet = 0x90;
 constexpr u16 kInline = 0x0001, kSeal = 0x0002;
 constexpr u64 kNoHandle = ~u64{0};
 
@@ -228,6 +228,32 @@ std::shared_ptr<MessageBatch> make_lookups(u32 sequence, u64 tenant, u32 flags, 
     return std::make_shared<MessageBatch>(sequence, std::move(octets), std::move(lengths));
 }
 
+std::shared_ptr<MessageBatch> make_gets(u32 sequence, u64 tenant, u32 flags, u32 values_each, std::span<const u8> ids, u32 stag,
+                                        std::span<const u64> offsets, std::span<const u32> rooms) {
+    const std::size_t count = rooms.size(), messages = (count + values_each - 1) / values_each;
+    auto octets = message_memory().take(messages * kGetHead + count * kGetItem);
+    std::vector<u32> lengths;
+    u8* at = octets->data();
+    for (std::size_t first = 0; first < count; first += values_each) {
+        const std::size_t some = std::min<std::size_t>(count - first, values_each);
+        encode_header(at, kGet, 0, MessageBatch::request_id(sequence, lengths.size()), 0, 0);
+        store_be<u64>(at + 24, tenant);
+        store_be<u32>(at + 32, flags);
+        store_be<u32>(at + 36, static_cast<u32>(some));
+        store_be<u32>(at + 40, stag);
+        store_be<u32>(at + 44, 0);
+        lengths.push_back(static_cast<u32>(kGetHead + kGetItem * some));
+        at += kGetHead;
+        for (std::size_t i = first; i < first + some; ++i, at += kGetItem) {
+            std::copy_n(&ids[kId * i], kId, at);
+            store_be<u64>(at + 16, offsets[i]);
+            store_be<u32>(at + 24, rooms[i]);
+            store_be<u32>(at + 28, 0);
+        }
+    }
+    return std::make_shared<MessageBatch>(sequence, std::move(octets), std::move(lengths));
+}
+
 std::vector<LookupResult> lookup_results(const MessageBatch& batch, std::size_t count, u32 values_each, bool is_prefix) {
     std::vector<LookupResult> results(count, LookupResult{kNoHandle, 0, 0, 0, 0});
     bool is_whole = true;
@@ -235,7 +261,7 @@ std::vector<LookupResult> lookup_results(const MessageBatch& batch, std::size_t 
         const std::vector<u8>& answer = batch.answers()[message];
         const std::size_t asked = std::min<std::size_t>(count - first, values_each);
         std::size_t found = 0;
-        if (answer.size() >= RequestBatch::kHeader + 4 && answer[1] == kLookupResultOpcode)
+        if (answer.size() >= RequestBatch::kHeader + 4 && (answer[1] == kLookupResultOpcode || answer[1] == kGet + 1))
             found = std::min<std::size_t>({load_be<u32>(&answer[24]), asked, (answer.size() - RequestBatch::kHeader - 4) / kLookupItem});
         is_whole = found == asked;
         const u8* at = answer.data() + RequestBatch::kHeader + 4;

@@ -162,6 +162,9 @@ static_assert(sizeof(LookupResult) == 16);
 // LOOKUPs of `ids`, 16 octets each, `values_each` in one message. What was found: absent where nothing was answered, and behind the first
 // absent one of a prefix.
 std::shared_ptr<MessageBatch> make_lookups(u32 sequence, u64 tenant, u32 flags, u32 values_each, std::span<const u8> ids);
+// GETs: the same, and value i may be written at `offsets[i]` of `stag`, in up to `rooms[i]` octets, before the answer.
+std::shared_ptr<MessageBatch> make_gets(u32 sequence, u64 tenant, u32 flags, u32 values_each, std::span<const u8> ids, u32 stag,
+                                        std::span<const u64> offsets, std::span<const u32> rooms);
 std::vector<LookupResult> lookup_results(const MessageBatch& batch, std::size_t count, u32 values_each, bool is_prefix);
 
 }  // namespace kbtp

@@ -52,7 +52,8 @@ from kbtp_core.protocol.wire import (
     parse,
 )
 
-_SEQUENCES: Final = 1 << 32
+_SEQUENCES: Final = 1 << 31  # those above are the provider's, for calls that it makes by itself
+_INDEXES: Final = 1 << 32
 _MAX_LOG2_SLOTS: Final = 32
 _STORE: Final = int(Capability.STORE)
 _BOUND_STEP: Final = {int(Opcode.ALLOC_STORE): 1, int(Opcode.BIND): 1, int(Opcode.FREE): -1}
@@ -335,7 +336,7 @@ class Initiator:
             return []
         header = Header.of_prefix(message)
         batch = self._batches.get(header.request_id >> 32)
-        if not isinstance(batch, KeyedBatch) or not batch.settle_answer(header.request_id & (_SEQUENCES - 1), header, message):
+        if not isinstance(batch, KeyedBatch) or not batch.settle_answer(header.request_id & (_INDEXES - 1), header, message):
             return self._break_keyed(f"opcode {header.opcode:#04x} answers request {header.request_id:#x}, which is not outstanding")
         try:
             self.bound_count -= adopted_count(message)
@@ -366,7 +367,7 @@ class Initiator:
             # Usually one batch has them all: everything else wraps to a huge index.
             sequence = int(ids[0]) >> 32
             indexes = ids - np.uint64(sequence << 32)
-            others = indexes >= np.uint64(_SEQUENCES)
+            others = indexes >= np.uint64(_INDEXES)
             rest = others if np.count_nonzero(others) else None
             batch = self._batches.get(sequence)
             mine = completions if rest is None else completions[~rest]
@@ -391,7 +392,7 @@ class Initiator:
         """The handles as an array, and fresh Request IDs for them."""
         self._expect(_READY)
         wanted = np.atleast_1d(np.asarray(handles, np.uint64))
-        if not 0 < len(wanted) < _SEQUENCES:
+        if not 0 < len(wanted) < _INDEXES:
             raise ValueError(f"a batch of {len(wanted)} requests")
         sequence = self._fresh_sequence()
         return wanted, np.arange(len(wanted), dtype=np.uint64) | np.uint64(sequence << 32), sequence

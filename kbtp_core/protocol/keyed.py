@@ -50,6 +50,8 @@ class KeyedOpcode(IntEnum):
     REMOVE_NAMESPACE = 0x8C
     LIST = 0x8D
     LIST_RESULT = 0x8E
+    GET = 0x90
+    GET_RESULT = 0x91
 
 
 class LookupFlag(IntFlag):
@@ -83,10 +85,13 @@ class ValueFlag(IntFlag):
     NONE = 0
     DIRTY = 1  # not on disk yet
     PINNED = 2
+    WRITTEN = 4  # of a GET: the value was written to its place before this answer
 
 
 LOOKUP_ITEM: Final = np.dtype([("handle", ">u8"), ("generation", ">u2"), ("tier", "u1"), ("flags", "u1"), ("data_length", ">u4")])
 """Of a LOOKUP_RESULT, 16 octets an id."""
+GET_ITEM: Final = np.dtype([("id", "u1", ID_BYTES), ("offset", ">u8"), ("room", ">u4"), ("reserved", ">u4")])
+"""Of a GET, 32 octets a value: its id, the tagged offset that it goes to, and how many octets have room there."""
 PUBLISH_ITEM: Final = np.dtype([("id", "u1", ID_BYTES), ("handle", ">u8"), ("generation", ">u2"), ("reserved", ">u2"), ("crc", ">u4")])
 """Of a PUBLISH, 32 octets a value: its id, and the block that this session bound and sealed; `crc` is the CRC-32C of its data."""
 PUBLISH_RESULT: Final = np.dtype([("status", ">u2"), ("generation", ">u2"), ("handle", ">u8")])
@@ -99,6 +104,7 @@ LIST_ITEM: Final = np.dtype(
 _STATUS: Final = np.dtype(">u2")
 
 _request = struct.Struct(">QII")  # tenant, flags, count; then items
+_get = struct.Struct(">QIIII")  # tenant, flags, count, STag, reserved
 _remove = struct.Struct(">QI")
 _pin = struct.Struct(">III")
 _range = struct.Struct(">II")
@@ -141,6 +147,34 @@ class LookupResult:
 
     def encode(self) -> bytes:
         return _head(KeyedOpcode.LOOKUP_RESULT, self) + _items(self.items, LOOKUP_ITEM)
+
+
+@dataclass(frozen=True, eq=False)
+class Get:
+    """A LOOKUP that says where each value goes (GET_ITEM): what is in memory and fits may be written there before the answer."""
+
+    request_id: int
+    tenant: int
+    flags: int
+    stag: int
+    items: NDArray[Any]
+
+    @property
+    def ids(self) -> Ids:
+        return np.ascontiguousarray(self.items["id"])
+
+    def encode(self) -> bytes:
+        items = np.ascontiguousarray(self.items, GET_ITEM)
+        return _head(KeyedOpcode.GET, self) + _get.pack(self.tenant, self.flags, len(items), self.stag, 0) + items.tobytes()
+
+
+@dataclass(frozen=True, eq=False)
+class GetResult:
+    request_id: int
+    items: NDArray[Any]
+
+    def encode(self) -> bytes:
+        return _head(KeyedOpcode.GET_RESULT, self) + _items(self.items, LOOKUP_ITEM)
 
 
 @dataclass(frozen=True, eq=False)
@@ -265,8 +299,8 @@ class ListResult:
         return _head(KeyedOpcode.LIST_RESULT, self) + _cursor.pack(self.cursor, len(items)) + items.tobytes()
 
 
-KeyedRequest: TypeAlias = Lookup | Publish | Remove | Pin | LoadRange | SetNamespace | RemoveNamespace | List
-KeyedAnswer: TypeAlias = LookupResult | PublishResult | PinResult | ListResult
+KeyedRequest: TypeAlias = Lookup | Get | Publish | Remove | Pin | LoadRange | SetNamespace | RemoveNamespace | List
+KeyedAnswer: TypeAlias = LookupResult | GetResult | PublishResult | PinResult | ListResult
 
 LOOKUP_FIXED_BYTES: Final = HEADER_BYTES + _request.size
 PUBLISH_FIXED_BYTES: Final = HEADER_BYTES + _request.size
@@ -276,6 +310,7 @@ LIST_RESULT_FIXED_BYTES: Final = HEADER_BYTES + _cursor.size
 
 _SIZES: Final = {
     KeyedOpcode.LOOKUP: (LOOKUP_FIXED_BYTES, ID_BYTES),
+    KeyedOpcode.GET: (HEADER_BYTES + _get.size, GET_ITEM.itemsize),
     KeyedOpcode.PUBLISH: (PUBLISH_FIXED_BYTES, PUBLISH_ITEM.itemsize),
     KeyedOpcode.REMOVE: (REMOVE_FIXED_BYTES, ID_BYTES),
     KeyedOpcode.PIN: (PIN_FIXED_BYTES, PIN_ITEM.itemsize),
@@ -296,7 +331,7 @@ def items_limit(opcode: KeyedOpcode, inline_bytes: int) -> int:
 
 
 def is_keyed(opcode: int) -> bool:
-    return FIRST_KEYED <= opcode <= 0x8F
+    return FIRST_KEYED <= opcode <= 0x9F
 
 
 def parse_keyed(data: bytes) -> KeyedRequest:
@@ -371,6 +406,13 @@ def _parse_lookup(header: Header, data: bytes) -> Lookup:
     return Lookup(header.request_id, tenant, _defined(header, flags, LookupFlag), _ids(header, data, _request.size, count))
 
 
+def _parse_get(header: Header, data: bytes) -> Get:
+    tenant, flags, count, stag, _ = _fixed(header, data, _get)
+    if flags & LookupFlag.PREFIX:
+        raise Malformed("GET with PREFIX")
+    return Get(header.request_id, tenant, _defined(header, flags, LookupFlag), stag, _counted(header, data, _get.size, count, GET_ITEM))
+
+
 def _parse_publish(header: Header, data: bytes) -> Publish:
     tenant, flags, count = _fixed(header, data, _request)
     items = _counted(header, data, _request.size, count, PUBLISH_ITEM)
@@ -414,6 +456,11 @@ def _parse_lookup_result(header: Header, data: bytes) -> LookupResult:
     return LookupResult(header.request_id, _counted(header, data, _count.size, count, LOOKUP_ITEM))
 
 
+def _parse_get_result(header: Header, data: bytes) -> GetResult:
+    (count,) = _fixed(header, data, _count)
+    return GetResult(header.request_id, _counted(header, data, _count.size, count, LOOKUP_ITEM))
+
+
 def _parse_publish_result(header: Header, data: bytes) -> PublishResult:
     (count,) = _fixed(header, data, _count)
     return PublishResult(header.request_id, _counted(header, data, _count.size, count, PUBLISH_RESULT))
@@ -431,6 +478,7 @@ def _parse_list_result(header: Header, data: bytes) -> ListResult:
 
 _REQUESTS: Final[dict[int, Callable[[Header, bytes], KeyedRequest]]] = {
     KeyedOpcode.LOOKUP: _parse_lookup,
+    KeyedOpcode.GET: _parse_get,
     KeyedOpcode.PUBLISH: _parse_publish,
     KeyedOpcode.REMOVE: _parse_remove,
     KeyedOpcode.PIN: _parse_pin,
@@ -441,6 +489,7 @@ _REQUESTS: Final[dict[int, Callable[[Header, bytes], KeyedRequest]]] = {
 }
 _ANSWERS: Final[dict[int, Callable[[Header, bytes], KeyedAnswer]]] = {
     KeyedOpcode.LOOKUP_RESULT: _parse_lookup_result,
+    KeyedOpcode.GET_RESULT: _parse_get_result,
     KeyedOpcode.PUBLISH_RESULT: _parse_publish_result,
     KeyedOpcode.PIN_RESULT: _parse_pin_result,
     KeyedOpcode.LIST_RESULT: _parse_list_result,

@@ -165,7 +165,9 @@ class KeyedTargetSession(TargetSession):
         store = self._backend
         match request:
             case keyed.Lookup():
-                self._finish(request.request_id, _lookup_result(request, store))
+                self._finish(request.request_id, keyed.LookupResult(request.request_id, _found(request, store)).encode())
+            case keyed.Get():  # it writes nothing by itself: an executor does that
+                self._finish(request.request_id, keyed.GetResult(request.request_id, _found(request, store)).encode())
             case keyed.Publish():
                 self._publish(request)
             case keyed.Remove():
@@ -334,12 +336,12 @@ class KeyedTargetSession(TargetSession):
         (self._target.keyed_waiting.add if is_waiting else self._target.keyed_waiting.discard)(self)
 
 
-def _lookup_result(request: keyed.Lookup, store: KeyedBackend) -> bytes:
+def _found(request: keyed.Lookup | keyed.Get, store: KeyedBackend) -> NDArray[Any]:
     found = store.lookup(request.tenant, request.ids, request.flags)
     items = np.zeros(len(found), keyed.LOOKUP_ITEM)
     for name in keyed.LOOKUP_ITEM.names or ():
         items[name] = found[name]
-    return keyed.LookupResult(request.request_id, items).encode()
+    return items
 
 
 def _clamped(request: keyed.LoadRange, stored: int) -> int:

@@ -14,8 +14,9 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kbtp_core.errors import DeadlineExceeded, SessionClosed
-from kbtp_core.fabric.api import Access, Fabric, FabricError, Op, PollsLoads, Region
+from kbtp_core.errors import DeadlineExceeded, KbtpError, SessionClosed
+from kbtp_core.fabric.api import Access, Fabric, FabricError, Op, PollsLoads, QueuePair, Region
+from kbtp_core.fabric.client_calls import CallResult, ClientCalls
 from kbtp_core.protocol.constants import Flag
 from kbtp_core.protocol.hello import HelloAck
 from kbtp_core.protocol.initiator import HelloParameters, InitiatorState
@@ -35,6 +36,7 @@ BUFFER_ACCESS = Access.LOCAL_WRITE | Access.REMOTE_WRITE | Access.REMOTE_READ
 
 _LONGEST_WAIT_S = 0.25  # so that an interrupt is seen soon
 _DISCARD_TIMEOUT_S = 1.0
+_REFUSED, _INTERRUPTED = int(CallResult.REFUSED), int(CallResult.INTERRUPTED)
 _CLOSE_SHARE = 0.5  # of the time to close, how much outstanding requests may take
 
 
@@ -125,6 +127,7 @@ class InitiatorSession(KeyedCalls):
         self._changed = threading.Condition(self._lock)
         self._sleeper_count = 0  # threads in `_changed`
         self._is_driven = False
+        self._is_calling = False  # in `call`
         self._is_closed = False
 
     @classmethod
@@ -196,6 +199,10 @@ class InitiatorSession(KeyedCalls):
     def error(self) -> Exception | None:
         """Why the session has ended or is ending."""
         return self._core.error
+
+    @property
+    def qp(self) -> QueuePair:
+        return self._core.qp
 
     def register(self, memory: Any, access: Access = BUFFER_ACCESS) -> Region:
         """Register a buffer for this session's requests; tagged offsets start at 0."""
@@ -333,6 +340,45 @@ class InitiatorSession(KeyedCalls):
             split = SplitPut(self._core, puts, region, deadline)
         return PutBatch(Asked(self, split), split.results)
 
+    def call(self, calls: ClientCalls, begin: Callable[[float], int], deadline: float) -> tuple[int, KbtpError | None]:
+        """Let `calls` make a call, driving the session meanwhile; `begin` begins it, for so many seconds at most. A CallResult.
+
+        REFUSED, too, where another thread drives. With an error (DeadlineExceeded, SessionClosed) the call was given up.
+        """
+        left = deadline - time.monotonic()
+        with self._lock:
+            if self._is_driven or left <= 0 or not self._core.may_call:
+                return _REFUSED, None
+            self._is_driven = self._is_calling = True
+        error: KbtpError | None = None
+        try:
+            result = begin(min(left, _LONGEST_WAIT_S))
+            while result == _INTERRUPTED:
+                with self._lock:
+                    self._process()
+                    error = self._why_no_further(deadline)
+                if error is not None:
+                    calls.give_up()
+                    break
+                result = calls.resume(min(max(deadline - time.monotonic(), 0.0), _LONGEST_WAIT_S))
+            return result, error
+        except BaseException:
+            calls.give_up()
+            raise
+        finally:
+            with self._lock:
+                self._is_driven = self._is_calling = False
+                if self._loads_queue is None or not self._loads_queue.is_empty:
+                    self._process()
+                self._notify()
+
+    def _why_no_further(self, deadline: float) -> KbtpError | None:
+        if self._core.is_over:
+            return self._core.error or SessionClosed(f"the session with {self.peer} has ended")
+        if time.monotonic() >= deadline:
+            return DeadlineExceeded(f"{self.peer} did not answer in time. Allow more time, or look at what the target does")
+        return None
+
     def load_direct(
         self,
         handles: ArrayLike,
@@ -434,7 +480,7 @@ class InitiatorSession(KeyedCalls):
                 return
             self._is_closed = True
         start = time.monotonic()
-        self.drive(lambda: self._core.is_over or not self._core.has_loads, start + timeout_s * _CLOSE_SHARE)
+        self.drive(lambda: self._core.is_over or not (self._core.has_loads or self._is_calling), start + timeout_s * _CLOSE_SHARE)
         with self._lock:
             self._core.goodbye()
         self.drive(lambda: self._core.is_over, start + timeout_s * _CLOSE_SHARE)

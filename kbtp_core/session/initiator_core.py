@@ -265,6 +265,11 @@ class InitiatorCore:
         except QueuePairClosed:
             raise self._ended() from None
 
+    @property
+    def may_call(self) -> bool:
+        """The provider may make a client's call by itself now: no order to keep, and no blocks to count."""
+        return self._messages is not None and self.is_ready and not self.protocol.has_unsent and not self._counts_blocks
+
     def _ended(self) -> SessionClosed:
         self._lost()
         return SessionClosed(f"the session with {self.peer} has ended")

@@ -48,11 +48,16 @@ def object_id(namespace: bytes, key: bytes) -> bytes:
     return hashlib.sha256(b"DFKVKEY2" + _framed64(namespace) + _framed64(key)).digest()[:16]
 
 
-def object_ids(namespace: bytes, keys: Sequence[bytes | str]) -> NDArray[np.uint8]:
-    """`object_id` of each key, shape (n, 16); a str stands for its UTF-8. Raises ValueError if the namespace or a key is empty."""
+def id_prefix(namespace: bytes) -> bytes:
+    """What is hashed before a key. Raises ValueError if the namespace is empty."""
     if not namespace:
         raise ValueError("a value needs a namespace that is not empty")
-    ids = _native.object_ids(b"DFKVKEY2" + _framed64(namespace), keys)
+    return b"DFKVKEY2" + _framed64(namespace)
+
+
+def object_ids(namespace: bytes, keys: Sequence[bytes | str]) -> NDArray[np.uint8]:
+    """`object_id` of each key, shape (n, 16); a str stands for its UTF-8. Raises ValueError if the namespace or a key is empty."""
+    ids = _native.object_ids(id_prefix(namespace), keys)
     return np.frombuffer(ids, np.uint8).reshape(-1, 16)
 
 

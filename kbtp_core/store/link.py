@@ -29,6 +29,7 @@ from kbtp_core.protocol.constants import NO_STATUS, Capability, Status
 from kbtp_core.protocol.initiator import HelloParameters
 from kbtp_core.protocol.keyed import NO_HANDLE, Ids, LookupFlag, PublishFlag, Tier
 from kbtp_core.session import InitiatorSession
+from kbtp_core.session.calls import StoreCalls
 from kbtp_core.session.keyed import PutBatch, is_kept, is_settled
 from kbtp_core.store.item_status import ItemStatus, item_statuses
 from kbtp_core.store.places import Places
@@ -38,7 +39,6 @@ _log = logging.getLogger(__name__)
 _FIRST_PAUSE_S: Final = 0.1
 _LONGEST_PAUSE_S: Final = 5.0
 _CACHE_LOG2_SETS: Final = 14
-_DESK_BYTES: Final = 1 << 17
 _IDLE_TURNS: Final = 20
 _PAUSE_S: Final = 0.005
 # Plain numbers: looking a member up in its enumeration costs more than what is done with it.
@@ -74,6 +74,8 @@ class SpaceOf:
     tenant: int
     namespace: int
     ttl_s: int
+    id_prefix: bytes
+    """What is hashed before a key (`identity.id_prefix`)."""
 
 
 class _Handles:
@@ -82,15 +84,6 @@ class _Handles:
     def __init__(self, base: int, count: int) -> None:
         self.free = list(range(base, base + count))
         self.doubtful: list[int] = []
-
-
-class _Desk:
-    """Registered memory that small values are loaded into, to be copied to their places: that costs less than to register those."""
-
-    def __init__(self, session: InitiatorSession) -> None:
-        self.session = session
-        self.memory: NDArray[np.uint8] = np.zeros(_DESK_BYTES, np.uint8)
-        self.region = session.register(self.memory)
 
 
 class Link:
@@ -107,7 +100,7 @@ class Link:
         self._changed = threading.Condition(self._lock)
         self._session: InitiatorSession | None = None
         self._handles = _Handles(0, 0)
-        self._desks: list[_Desk] = []
+        self._calls: StoreCalls | None = None  # of the session, for the usual case
         self._pause_s = 0.0
         self._retry_at = 0.0
         self._failure = ""
@@ -161,7 +154,11 @@ class Link:
         except KbtpError:
             session.close(0.5)
             raise
-        self._handles = _Handles(session.target.handle_base, min(session.target.handle_count, session.target.quota))
+        base, count = session.target.handle_base, min(session.target.handle_count, session.target.quota)
+        share = count // 2
+        own = np.arange(base, base + share, dtype=np.uint64)
+        self._calls = StoreCalls.create(session, self._cache, space.id_prefix, space.tenant, own)
+        self._handles = _Handles(base, count) if self._calls is None else _Handles(base + share, count - share)
         self._cache.clear()  # another session may be with another incarnation, whose generations mean nothing
         return session
 
@@ -169,12 +166,12 @@ class Link:
         if self._session is not None:
             _log.info("the session with %s has ended: %s", self.name, self._session.error)
             self._session.close(0.1)
-            self._session = None
+            self._session = self._calls = None
 
     def close(self, timeout_s: float = 2.0) -> None:
         with self._lock:
             self._is_closed = True
-            session, self._session = self._session, None
+            session, self._session, self._calls = self._session, None, None
             self._changed.notify_all()
         if session is not None:
             session.close(timeout_s)
@@ -185,6 +182,41 @@ class Link:
         session = self._session
         return 0 if session is None else session.target.block_bytes
 
+    # The usual case -------------------------------------------------------------------------------------------------------
+
+    def get_at_once(self, keys: Any, where: Any, deadline: float) -> tuple[NDArray[np.uint8], NDArray[np.int64]] | None:
+        """As `get`, of values that are in the store's memory. None: `get` has to do it.
+
+        `keys` are a list of keys, or ids; `where` is a list of buffers, or a pair of arrays: addresses and lengths.
+        """
+        calls = self._calls
+        found = None if calls is None else calls.get(keys, where, deadline)
+        if found is None:
+            return None
+        statuses, lengths, error = found
+        if statuses is None:
+            return np.zeros(len(lengths), np.uint8), lengths
+        status = item_statuses(statuses)
+        with _failing(status, self.name):
+            if error is not None:
+                raise error
+        return status, lengths
+
+    def put_at_once(self, keys: Any, where: Any, deadline: float, *, durable: bool, pin: bool) -> NDArray[np.uint8] | None:
+        """As `put`, of values that need no second round trip. None: `put` has to do it. Arguments as for `get_at_once`."""
+        calls = self._calls
+        done = None if calls is None else calls.put(keys, where, (_DURABLE if durable else 0) | (_PIN if pin else 0), deadline)
+        if calls is None or done is None:
+            return None
+        results, ids, handles, error = done
+        if results is None:
+            return np.zeros(len(keys), np.uint8)
+        status = self._settle_put(calls.session, ids, handles, results)
+        with _failing(status, self.name):
+            if error is not None:
+                raise error
+        return status
+
     # Reading ---------------------------------------------------------------------------------------------------------
 
     def lengths(self, ids: Ids, deadline: float, *, touch: bool = False, promote: bool = False) -> NDArray[np.int64]:
@@ -193,11 +225,15 @@ class Link:
         status: NDArray[np.uint8] = np.full(len(ids), ItemStatus.UNAVAILABLE, np.uint8)
         with _failing(status, self.name):
             found = self.session(deadline).lookup(ids, self._space.tenant, deadline=deadline, flags=flags).wait().items
+            self._keep(ids, found)
             return np.where(found["tier"] == Tier.ABSENT, 0, found["data_length"]).astype(np.int64)
         return np.zeros(len(ids), np.int64)
 
     def get(self, ids: Ids, places: Places, deadline: float) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
         """Read values into their places; (ItemStatus, length) each. Where a value does not fit the length is what it would take."""
+        found = self.get_at_once(ids, (places.addresses, places.lengths), deadline)
+        if found is not None:
+            return found
         count = len(ids)
         status: NDArray[np.uint8] = np.full(count, _UNAVAILABLE, np.uint8)
         lengths: NDArray[np.int64] = np.zeros(count, np.int64)
@@ -263,10 +299,14 @@ class Link:
         if not is_loadable.any():
             return
         handles, generations = found["handle"][is_loadable], found["generation"][is_loadable]
-        is_steady = found["tier"][is_loadable] == Tier.RAM
-        steady = np.ascontiguousarray(wanted[is_loadable][is_steady])
-        self._cache.keep(steady, np.ascontiguousarray(handles[is_steady]), np.ascontiguousarray(generations[is_steady]))
+        self._keep(wanted, found)
         self._load(session, at[is_loadable], handles, generations, places, deadline, status, lengths)
+
+    def _keep(self, ids: Ids, found: Array) -> None:
+        """Remember where values in memory are, so that getting them is one round trip."""
+        at = np.flatnonzero(found["tier"] == Tier.RAM)
+        columns = [np.ascontiguousarray(column[at]) for column in (ids, found["handle"], found["generation"])]
+        self._cache.keep(*columns)
 
     def _load(
         self,
@@ -280,10 +320,6 @@ class Link:
         lengths: NDArray[np.int64],
     ) -> None:
         part = places.part(at) if isinstance(at, np.ndarray) else places
-        stride = int(part.totals.max())
-        if 0 < stride * len(part) <= _DESK_BYTES:
-            self._load_small(session, at, handles, generations, part, stride, deadline, status, lengths)
-            return
         loaded: NDArray[np.uint16] = np.full(len(part), NO_STATUS, np.uint16)
         sizes: NDArray[np.uint32] = np.zeros(len(part), np.uint32)
         batches = []
@@ -303,49 +339,13 @@ class Link:
             else:  # the usual case: all of them are there
                 status[at], lengths[at] = 0, sizes
 
-    def _load_small(
-        self,
-        session: InitiatorSession,
-        at: NDArray[np.intp] | slice,
-        handles: NDArray[np.uint64],
-        generations: NDArray[np.uint16],
-        part: Places,
-        stride: int,
-        deadline: float,
-        status: NDArray[np.uint8],
-        lengths: NDArray[np.int64],
-    ) -> None:
-        """Values of up to `stride` octets, by way of a desk. One whose load has no known end is not used again."""
-        desk = self._take_desk(session)
-        count = len(part)
-        starts: NDArray[np.uint64] | int = 0 if count == 1 else np.arange(0, count * stride, stride, dtype=np.uint64)
-        try:
-            batch = session.load(handles, generations, desk.region, starts, part.totals, deadline=deadline).wait()
-        except BaseException:
-            desk.region.close()
-            raise
-        loaded, sizes = np.ascontiguousarray(batch.status), np.ascontiguousarray(batch.data_length)
-        _native.scatter(desk.memory, stride, part.addresses, part.lengths, loaded, sizes)
-        with self._lock:
-            self._desks.append(desk)
-        if np.count_nonzero(loaded):
-            status[at] = item_statuses(loaded)
-            lengths[at] = np.where(loaded == Status.OK, sizes, lengths[at])
-        else:
-            status[at], lengths[at] = 0, sizes
-
-    def _take_desk(self, session: InitiatorSession) -> _Desk:
-        with self._lock:
-            while self._desks:
-                desk = self._desks.pop()
-                if desk.session is session:
-                    return desk
-        return _Desk(session)
-
     # Writing ---------------------------------------------------------------------------------------------------------
 
     def put(self, ids: Ids, places: Places, deadline: float, *, durable: bool = False, pin: bool = False) -> NDArray[np.uint8]:
         """Keep values; an ItemStatus each."""
+        done = self.put_at_once(ids, (places.addresses, places.lengths), deadline, durable=durable, pin=pin)
+        if done is not None:
+            return done
         status: NDArray[np.uint8] = np.full(len(ids), _UNAVAILABLE, np.uint8)
         flags = (_DURABLE if durable else 0) | (_PIN if pin else 0)
         if not len(ids):

@@ -39,6 +39,10 @@ GOLDEN_REQUESTS: dict[str, tuple[keyed.KeyedRequest, str]] = {
         keyed.Lookup(7, TENANT, 5, IDS),
         f"0180 0000 {HEAD} 6164af84acbc9ade 00000005 00000002 {ID_A.hex()} {ID_B.hex()}",
     ),
+    "get": (
+        keyed.Get(7, TENANT, 5, 0xABCD, items(keyed.GET_ITEM, (ID_A, 0x10000, 4096, 0))),
+        f"0190 0000 {HEAD} 6164af84acbc9ade 00000005 00000001 0000abcd 00000000 {ID_A.hex()} 0000000000010000 00001000 00000000",
+    ),
     "publish": (
         keyed.Publish(7, TENANT, 1, items(keyed.PUBLISH_ITEM, (ID_A, 0x1122, 3, 0, 0xDEADBEEF))),
         f"0182 0000 {HEAD} 6164af84acbc9ade 00000001 00000001 {ID_A.hex()} 0000000000001122 0003 0000 deadbeef",
@@ -60,6 +64,10 @@ GOLDEN_ANSWERS: dict[str, tuple[keyed.KeyedAnswer, str]] = {
     "lookup_result": (
         keyed.LookupResult(7, items(keyed.LOOKUP_ITEM, (0x1122, 3, 1, 1, 4096))),
         f"0181 0000 {HEAD} 00000001 0000000000001122 0003 01 01 00001000",
+    ),
+    "get_result": (
+        keyed.GetResult(7, items(keyed.LOOKUP_ITEM, (0x1122, 3, 1, 4, 4096))),
+        f"0191 0000 {HEAD} 00000001 0000000000001122 0003 01 04 00001000",
     ),
     "publish_result": (
         keyed.PublishResult(7, items(keyed.PUBLISH_RESULT, (5, 3, 0x1122))),
@@ -117,6 +125,7 @@ def test_an_answer_that_is_cut_or_too_long_is_malformed(name: str) -> None:
         f"0180 0000 {HEAD} 6164af84acbc9ade 00000000 10000000",  # a count that would wrap
         f"0181 0000 {HEAD} 00000000",  # an answer is no request
         f"018f 0000 {HEAD}",
+        f"0190 0000 {HEAD} 6164af84acbc9ade 00000002 00000000 0000abcd 00000000",  # a GET has no PREFIX
     ],
 )
 def test_what_the_page_does_not_define_is_malformed(text: str) -> None:
@@ -124,7 +133,7 @@ def test_what_the_page_does_not_define_is_malformed(text: str) -> None:
         keyed.parse_keyed(octets(text))
 
 
-@given(st.binary(max_size=120).map(lambda tail: b"\x01" + tail), st.integers(0x80, 0x8F))
+@given(st.binary(max_size=120).map(lambda tail: b"\x01" + tail), st.integers(0x80, 0x9F))
 def test_any_octets_are_read_back_as_they_are_or_malformed(tail: bytes, opcode: int) -> None:
     data = bytes([1, opcode]) + tail
     for parse in (keyed.parse_keyed, keyed.parse_keyed_answer):
@@ -138,6 +147,7 @@ def test_any_octets_are_read_back_as_they_are_or_malformed(tail: bytes, opcode: 
 def test_a_message_has_as_many_items_as_fit_the_granted_inline_length() -> None:
     assert keyed.items_limit(KeyedOpcode.LOOKUP, 4096) == (4096 + 64 - 40) // 16 == 257
     assert keyed.items_limit(KeyedOpcode.PUBLISH, 4096) == (4096 + 64 - 40) // 32 == 128
+    assert keyed.items_limit(KeyedOpcode.GET, 4096) == (4096 + 64 - 48) // 32 == 128
     assert keyed.items_limit(KeyedOpcode.LOOKUP, 0) == (128 - 40) // 16 == 5
     assert keyed.items_limit(KeyedOpcode.PUBLISH, 0) == (128 - 40) // 32 == 2
 

@@ -14,7 +14,7 @@ from kbtp_core.errors import SessionClosed
 from kbtp_core.fabric.api import Fabric
 from kbtp_core.fabric.softrnic import SoftRnic
 from kbtp_core.protocol import Capability, HelloParameters, Status
-from kbtp_core.protocol.keyed import LookupFlag, Tier
+from kbtp_core.protocol.keyed import GET_ITEM, Get, GetResult, LookupFlag, Tier, ValueFlag, parse_keyed_answer
 from kbtp_core.session import InitiatorSession, TargetServer
 from kbtp_core.store.ram import RamOptions, RamStore
 from tests.session.conftest import soon, threaded_rnic
@@ -29,6 +29,7 @@ class Keyed:
 
     def __init__(self, fabric: Fabric, use_executor: bool, blocks: int = 256) -> None:
         self.fabric = fabric
+        self.use_executor = use_executor
         self.store = RamStore(BLOCK, blocks * BLOCK, options=RamOptions(session_handles=512))
         self.server = TargetServer(fabric, self.store.target, self.store.pool_region, use_executor=use_executor)
         self.sessions: list[InitiatorSession] = []
@@ -301,3 +302,33 @@ def test_sessions_that_put_get_and_remove_at_once_find_the_right_values_or_none(
     assert wrong == []
     assert sorted(finished) == [0, 1, 2, 3]
     assert keyed.store.stats()["evicted"] > 0
+
+
+def test_a_get_writes_what_fits_and_says_where_the_rest_is(keyed: Keyed) -> None:
+    writer, reader = keyed.connect(), keyed.connect()
+    ids = ids_of(4)
+    put(writer, ids, [bytes([65 + at]) * (100 + at) for at in range(4)])
+    memory = np.zeros(1000, np.uint8)
+    region = reader.register(memory)
+    items = np.zeros(5, GET_ITEM)
+    items["id"][:4], items["id"][4] = ids, ids_of(1, 99)
+    items["offset"] = [0, 200, 400, (1 << 64) - 50, 800]
+    items["room"] = [100, 500, 101, 200, 100]  # the third is one octet short, the fourth wraps, the fifth is absent
+    asked = reader.ask(lambda first: [Get(first, TENANT, 0, region.stag, items).encode()], soon())
+    asked.wait()
+    answer = parse_keyed_answer(asked.answers[0])
+    assert isinstance(answer, GetResult)
+    assert answer.items["tier"].tolist() == [Tier.RAM] * 4 + [Tier.ABSENT]
+    assert answer.items["data_length"].tolist() == [100, 101, 102, 103, 0]
+    is_written = (answer.items["flags"] & ValueFlag.WRITTEN) != 0
+    assert is_written.tolist() == [keyed.use_executor] * 2 + [False] * 3
+    wanted = np.zeros(1000, np.uint8)
+    for at in np.flatnonzero(is_written).tolist():
+        start = int(items["offset"][at])
+        wanted[start : start + 100 + at] = 65 + at
+    assert (memory == wanted).all()
+    loaded = reader.load(
+        answer.items["handle"][:4], answer.items["generation"][:4], region, 200 * np.arange(4), 200, deadline=soon()
+    ).wait()
+    assert loaded.status.tolist() == [Status.OK] * 4
+    assert memory[600:703].tolist() == [68] * 103
