@@ -18,7 +18,8 @@ LIBRARIES = {"thread": ("libtsan.so",), "address": ("libasan.so", "libstdc++.so"
 SUPPRESSIONS = ROOT / "scripts" / "tsan.supp"
 # Of the disk engine not those that fork: the thread sanitizer does not follow.
 DISKS = tuple(f"tests/store/test_{name}.py" for name in ("disk_contract", "disk_group", "slab_faults", "slab_room"))
-TESTS = ("tests/conformance", "tests/fabric", "tests/transfer", "tests/session", "tests/executor", *DISKS)
+CLIENTS = ("tests/store/test_client.py", "tests/store/test_client_calls.py")
+TESTS = ("tests/conformance", "tests/fabric", "tests/transfer", "tests/session", "tests/executor", *CLIENTS, *DISKS)
 RUN = """
 import importlib.util, sys
 import kbtp_core
