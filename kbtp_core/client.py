@@ -163,7 +163,12 @@ class Client:
 
         With `touch` the values count as used just now, with `promote` those on disk are read into memory in the background.
         """
-        ids, deadline = self._ids(keys), self._deadline(timeout_s)
+        deadline = self._deadline(timeout_s)
+        if self._link is not None and type(keys) is list:
+            known = self._link.lengths_at_once(keys, deadline, touch=touch, promote=promote)
+            if known is not None:
+                return known
+        ids = self._ids(keys)
         found: NDArray[np.int64] = np.zeros(len(ids), np.int64)
         for at, part in self._each(ids, lambda link, at: link.lengths(ids[at], deadline, touch=touch, promote=promote)):
             found[at] = part

@@ -32,6 +32,9 @@ class ClientCalls(Protocol):
     def put(self, keys: Any, where: Any, flags: int, timeout_s: float) -> int:
         """Store values: ALLOC_STOREs and their PUBLISH, in one round trip. A CallResult."""
 
+    def look_up(self, keys: Any, flags: int, timeout_s: float) -> int:
+        """Ask for the `lengths` of values, 0 for what is not there. A CallResult."""
+
     def resume(self, timeout_s: float) -> int: ...
 
     def give_up(self) -> None:
@@ -41,7 +44,7 @@ class ClientCalls(Protocol):
         """Of the last get, uint16 each; NO_STATUS where there is no answer."""
 
     def lengths(self) -> bytearray:
-        """Of the last get, int64 each."""
+        """Of the last get or lookup, int64 each."""
 
     def results(self) -> bytes:
         """Of the last put if not all values were stored (dtype PUT_RESULT)."""
@@ -66,6 +69,7 @@ class RunsClientCalls(Protocol):
         block_bytes: int,
         publish_items: int,
         get_items: int,
+        lookup_items: int,
         handles: NDArray[np.uint64],
     ) -> ClientCalls:
         """`cache` is the client's HandleCache, `prefix` what an id begins its hash with, `handles` a share of the session's for puts.

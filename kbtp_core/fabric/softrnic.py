@@ -330,9 +330,12 @@ class QueuePair:
         block_bytes: int,
         publish_items: int,
         get_items: int,
+        lookup_items: int,
         handles: NDArray[np.uint64],
     ) -> ClientCalls:
-        return _native.ClientCalls(self.native, cache, prefix, tenant, inline_bytes, block_bytes, publish_items, get_items, handles)
+        return _native.ClientCalls(
+            self.native, cache, prefix, tenant, inline_bytes, block_bytes, publish_items, get_items, lookup_items, handles
+        )
 
     def close(self, timeout_s: float = 2.0) -> None:
         self.native.close(timeout_s)

@@ -38,6 +38,25 @@ void ClientCalls::close_region() {
     if (region_) pair_->regions().remove(std::exchange(region_, nullptr));
 }
 
+bool ClientCalls::prepare_lookup(std::span<const u8> ids, u32 flags) {
+    is_asking_ = false;
+    batch_ = make_lookups(kOwnSequences | next_sequence_++, options_.tenant, flags, options_.lookup_items, ids);
+    return true;
+}
+
+bool ClientCalls::finish_lookup(std::span<const u8> ids, std::vector<std::int64_t>& lengths) {
+    const auto batch = std::static_pointer_cast<MessageBatch>(std::exchange(ended_, nullptr));
+    lengths.assign(ids.size() / 16, 0);
+    if (batch->failed() || !batch->is_done()) return false;
+    const auto found = lookup_results(*batch, lengths.size(), options_.lookup_items, false);
+    for (std::size_t i = 0; i < found.size(); ++i) {
+        if (found[i].tier == static_cast<u8>(Tier::absent)) continue;
+        lengths[i] = found[i].data_length;
+        if (found[i].tier == static_cast<u8>(Tier::ram)) cache_->keep(&ids[16 * i], {found[i].handle, found[i].generation});
+    }
+    return true;
+}
+
 // Value i goes to i * stride_.
 bool ClientCalls::make_sink(const ValuePlaces& places) {
     stride_ = 0;

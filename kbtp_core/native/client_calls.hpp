@@ -36,7 +36,7 @@ struct ValuePlaces {
 
 struct StoreOptions {
     u64 tenant;
-    u32 inline_bytes, block_bytes, publish_items, get_items;  // the last two: of one message
+    u32 inline_bytes, block_bytes, publish_items, get_items, lookup_items;  // the last three: of one message
 };
 
 class ClientCalls {
@@ -52,13 +52,14 @@ class ClientCalls {
     ~ClientCalls() { give_up(); }
 
     // The cache is looked at and changed in these, which the interpreter's lock orders.
+    bool prepare_lookup(std::span<const u8> ids, u32 flags);
     bool prepare_get(std::span<const u8> ids, const ValuePlaces& places);
     // Behind the `done` of GETs (`is_asking`): whether LOADs have to follow; `refused` if a value is somewhere else than in memory.
     bool is_asking() const { return is_asking_; }
     std::optional<Result> settle_gets(std::span<const u8> ids, const ValuePlaces& places);
     bool prepare_put(std::span<const u8> ids, const ValuePlaces& places, u32 flags);
 
-    // Without that lock, behind one of the two above. `resume` again as long as it is interrupted.
+    // Without that lock, behind one of the three above. `resume` again as long as it is interrupted.
     Result begin();
     Result resume(TimePoint until);
 
@@ -68,6 +69,8 @@ class ClientCalls {
     // When a call is over, with the interpreter's lock. The status of each value (RequestBatch::kNoStatus where there is no answer) and its
     // length. A value that is not where it was is forgotten, and the result is `refused`: look it up.
     Result finish_get(std::span<const u8> ids, const ValuePlaces& places, std::vector<u16>& statuses, std::vector<std::int64_t>& lengths);
+    // Octets of each value, 0 where there is none. False: not all was answered.
+    bool finish_lookup(std::span<const u8> ids, std::vector<std::int64_t>& lengths);
     // What became of each value. Whether all are stored: if not, `used` are its handles, which are not used here any more.
     bool finish_put(std::span<const u8> ids, std::vector<PutResult>& results, std::vector<u64>& used);
 

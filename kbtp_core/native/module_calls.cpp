@@ -22,13 +22,19 @@ class PyClientCalls {
 
     Result get(nb::handle keys, nb::handle where, double timeout_s) {
         if (!take(keys, where, true)) return Result::refused;
-        is_put_ = false;
+        kind_ = Kind::get;
         return calls_.prepare_get(ids_, places()) ? begin(until(timeout_s)) : Result::refused;
+    }
+
+    Result look_up(nb::handle keys, u32 flags, double timeout_s) {
+        take_ids(keys);
+        kind_ = Kind::lookup;
+        return !ids_.empty() && calls_.prepare_lookup(ids_, flags) ? begin(until(timeout_s)) : Result::refused;
     }
 
     Result put(nb::handle keys, nb::handle where, u32 flags, double timeout_s) {
         if (!take(keys, where, false)) return Result::refused;
-        is_put_ = true;
+        kind_ = Kind::put;
         return calls_.prepare_put(ids_, places(), flags) ? begin(until(timeout_s)) : Result::refused;
     }
 
@@ -56,21 +62,27 @@ class PyClientCalls {
     nb::bytes used() const { return nb::bytes(used_.data(), used_.size() * sizeof(u64)); }
 
   private:
+    enum class Kind : u8 { get, put, lookup };
+
     static TimePoint until(double timeout_s) {
         return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s));
     }
 
     ValuePlaces places() const { return {addresses_, lengths_in_, ids_.size() / 16}; }
 
-    // Keys, or their ids as octets; and buffers, or a pair of arrays that has the addresses and the lengths of pieces. False: no such
-    // thing.
-    bool take(nb::handle keys, nb::handle where, bool writable) {
+    void take_ids(nb::handle keys) {
         if (PyList_Check(keys.ptr()) || PyTuple_Check(keys.ptr())) {
             ids_ = ids_of(begun_, keys);
         } else {
             const Buffer octets(keys, false);
             ids_.assign(octets.data(), octets.data() + octets.size());
         }
+    }
+
+    // Keys, or their ids as octets; and buffers, or a pair of arrays that has the addresses and the lengths of pieces. False: no such
+    // thing.
+    bool take(nb::handle keys, nb::handle where, bool writable) {
+        take_ids(keys);
         const std::size_t count = ids_.size() / 16;
         if (PyTuple_Check(where.ptr()) && PyTuple_GET_SIZE(where.ptr()) == 2) {
             const Buffer a(PyTuple_GET_ITEM(where.ptr(), 0), false), l(PyTuple_GET_ITEM(where.ptr(), 1), false);
@@ -109,7 +121,7 @@ class PyClientCalls {
             result = calls_.resume(until);
         }
         if (result != Result::done) return result;
-        if (!is_put_ && calls_.is_asking()) {
+        if (kind_ == Kind::get && calls_.is_asking()) {
             const auto settled = calls_.settle_gets(ids_, places());
             is_running_ = false;
             if (!settled) return begin(until);
@@ -120,7 +132,8 @@ class PyClientCalls {
 
     Result finish() {
         is_running_ = false;
-        if (is_put_) return calls_.finish_put(ids_, results_, used_) ? Result::done : Result::partly;
+        if (kind_ == Kind::put) return calls_.finish_put(ids_, results_, used_) ? Result::done : Result::partly;
+        if (kind_ == Kind::lookup) return calls_.finish_lookup(ids_, lengths_) ? Result::done : Result::refused;
         return calls_.finish_get(ids_, places(), statuses_, lengths_);
     }
 
@@ -132,7 +145,8 @@ class PyClientCalls {
     std::vector<std::int64_t> lengths_;
     std::vector<u16> statuses_;
     std::vector<PutResult> results_;
-    bool is_put_ = false, is_running_ = false;
+    Kind kind_ = Kind::get;
+    bool is_running_ = false;
 };
 
 }  // namespace
@@ -142,16 +156,17 @@ void bind_calls(nb::module_& m) {
         .def(
             "__init__",
             [](PyClientCalls* self, std::shared_ptr<QueuePair> pair, std::shared_ptr<HandleCache> cache, const nb::bytes& prefix,
-               u64 tenant, u32 inline_bytes, u32 block_bytes, u32 publish_items, u32 get_items, nb::handle handles) {
+               u64 tenant, u32 inline_bytes, u32 block_bytes, u32 publish_items, u32 get_items, u32 lookup_items, nb::handle handles) {
                 const Buffer all(handles, false);
                 const auto each = all.as<const u64>();
-                const StoreOptions options{tenant, inline_bytes, block_bytes, publish_items, get_items};
+                const StoreOptions options{tenant, inline_bytes, block_bytes, publish_items, get_items, lookup_items};
                 new (self) PyClientCalls(std::move(pair), std::move(cache), prefix, options, {each.begin(), each.end()});
             },
             nb::arg("pair"), nb::arg("cache"), nb::arg("prefix"), nb::arg("tenant"), nb::arg("inline_bytes"), nb::arg("block_bytes"),
-            nb::arg("publish_items"), nb::arg("get_items"), nb::arg("handles"))
+            nb::arg("publish_items"), nb::arg("get_items"), nb::arg("lookup_items"), nb::arg("handles"))
         .def("get", [](PyClientCalls& c, nb::handle k, nb::handle w, double t) { return static_cast<int>(c.get(k, w, t)); })
         .def("put", [](PyClientCalls& c, nb::handle k, nb::handle w, u32 f, double t) { return static_cast<int>(c.put(k, w, f, t)); })
+        .def("look_up", [](PyClientCalls& c, nb::handle k, u32 f, double t) { return static_cast<int>(c.look_up(k, f, t)); })
         .def("resume", [](PyClientCalls& c, double t) { return static_cast<int>(c.resume(t)); })
         .def("give_up", &PyClientCalls::give_up)
         .def("lengths", &PyClientCalls::lengths)

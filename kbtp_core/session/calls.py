@@ -33,8 +33,11 @@ class StoreCalls:
         ack, qp = session.target, session.qp
         if not ack.capabilities & Capability.STORE or not isinstance(qp, RunsClientCalls):
             return None
-        publish_items, get_items = (items_limit(opcode, ack.inline_bytes) for opcode in (KeyedOpcode.PUBLISH, KeyedOpcode.GET))
-        native = qp.create_client_calls(cache, prefix, tenant, ack.inline_bytes, ack.block_bytes, publish_items, get_items, handles)
+        opcodes = (KeyedOpcode.PUBLISH, KeyedOpcode.GET, KeyedOpcode.LOOKUP)
+        publish_items, get_items, lookup_items = (items_limit(opcode, ack.inline_bytes) for opcode in opcodes)
+        native = qp.create_client_calls(
+            cache, prefix, tenant, ack.inline_bytes, ack.block_bytes, publish_items, get_items, lookup_items, handles
+        )
         return cls(session, native)
 
     def get(self, keys: Any, where: Any, deadline: float) -> tuple[NDArray[np.uint16] | None, NDArray[np.int64], KbtpError | None] | None:
@@ -49,6 +52,14 @@ class StoreCalls:
         if error is None and result != _PARTLY:
             return None
         return np.frombuffer(native.statuses(), np.uint16), np.frombuffer(native.lengths(), np.int64), error
+
+    def look_up(self, keys: Any, flags: int, deadline: float) -> NDArray[np.int64] | None:
+        """Octets of each value, 0 for what is not there. None: go the general way. Raises DeadlineExceeded, SessionClosed."""
+        native = self._native
+        result, error = self.session.call(native, lambda left: native.look_up(keys, flags, left), deadline)
+        if error is not None:
+            raise error
+        return np.frombuffer(native.lengths(), np.int64) if result == _DONE else None
 
     def put(
         self, keys: Any, where: Any, flags: int, deadline: float

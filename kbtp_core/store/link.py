@@ -44,6 +44,7 @@ _PAUSE_S: Final = 0.005
 # Plain numbers: looking a member up in its enumeration costs more than what is done with it.
 _UNAVAILABLE: Final = int(ItemStatus.UNAVAILABLE)
 _DURABLE, _PIN = int(PublishFlag.DURABLE), int(PublishFlag.PIN)
+_TOUCH, _PROMOTE = int(LookupFlag.TOUCH), int(LookupFlag.PROMOTE)
 _STALE: Final = (int(Status.STALE_GENERATION), int(Status.NOT_BOUND))
 
 
@@ -217,13 +218,24 @@ class Link:
                 raise error
         return status
 
+    def lengths_at_once(self, keys: Any, deadline: float, *, touch: bool, promote: bool) -> NDArray[np.int64] | None:
+        """As `lengths`; None: that has to do it."""
+        calls = self._calls
+        if calls is None:
+            return None
+        with _failing(np.empty(0, np.uint8), self.name):
+            return calls.look_up(keys, (_TOUCH if touch else 0) | (_PROMOTE if promote else 0), deadline)
+        return np.zeros(len(keys), np.int64)
+
     # Reading ---------------------------------------------------------------------------------------------------------
 
     def lengths(self, ids: Ids, deadline: float, *, touch: bool = False, promote: bool = False) -> NDArray[np.int64]:
         """Octets of each value; 0 for what is not there or can't be asked."""
-        flags = int((LookupFlag.TOUCH if touch else LookupFlag.NONE) | (LookupFlag.PROMOTE if promote else LookupFlag.NONE))
-        status: NDArray[np.uint8] = np.full(len(ids), ItemStatus.UNAVAILABLE, np.uint8)
-        with _failing(status, self.name):
+        at_once = self.lengths_at_once(ids, deadline, touch=touch, promote=promote)
+        if at_once is not None:
+            return at_once
+        flags = (_TOUCH if touch else 0) | (_PROMOTE if promote else 0)
+        with _failing(np.empty(0, np.uint8), self.name):
             found = self.session(deadline).lookup(ids, self._space.tenant, deadline=deadline, flags=flags).wait().items
             self._keep(ids, found)
             return np.where(found["tier"] == Tier.ABSENT, 0, found["data_length"]).astype(np.int64)

@@ -20,6 +20,7 @@ from kbtp_core.client import Client, ItemStatus
 from kbtp_core.fabric.softrnic import SoftRnic
 from kbtp_core.session import TargetServer
 from kbtp_core.store import places
+from kbtp_core.store.identity import object_ids
 from kbtp_core.store.link import Link, LinkOptions
 from kbtp_core.store.ram import RamStore
 
@@ -259,3 +260,17 @@ def test_a_store_that_dies_during_a_call_ends_it_at_once() -> None:
         begun = time.monotonic()
         assert client.get(["a"], [bytearray(1)], timeout_s=20.0).status.tolist() == [ItemStatus.UNAVAILABLE]
         assert time.monotonic() - begun < 10.0
+
+
+def test_lengths_are_asked_in_one_call_and_what_was_found_is_remembered(store: Store) -> None:
+    writer, reader = store.client(), store.client()
+    keys = [f"k{at}" for at in range(10)]
+    writer.put(keys[::2], [bytes(100 + at) for at in range(5)])
+    found = link(reader).lengths_at_once(keys, soon(), touch=False, promote=False)
+    assert found is not None
+    assert found.tolist() == [100, 0, 101, 0, 102, 0, 103, 0, 104, 0]
+    known = [np.empty(10, kind) for kind in (np.uint64, np.uint16, np.bool_)]
+    assert link(reader)._cache.find(object_ids(b"ns", keys), *known) == 5
+    many = [f"m{at}" for at in range(10_000)]
+    assert not reader.exists(many).any()
+    assert reader.exists([*many, "k0"]).sum() == 1
