@@ -155,10 +155,13 @@ u16 KeyedStore::pin(u64 handle, u16 generation, bool wanted, u32 lease_ms) {
 
 void KeyedStore::pin_until(u32 number, u64 until_ms) {
     Value& value = values_[number];
-    pinned_count_ += value.pins == 0;
+    if (value.pins == 0) {
+        ++pinned_count_;
+        value.pinned_until_ms = 0;  // a lease that was ended by UNPIN counts no more
+    }
     if (value.pins < 0xffff) ++value.pins;
     value.pinned_until_ms = std::max(value.pinned_until_ms, until_ms);
-    leases_.push({value.pinned_until_ms, number});
+    push(leases_, {value.pinned_until_ms, number});
     update_held(number);
 }
 
@@ -273,7 +276,7 @@ void KeyedStore::note(u32 number, const Space& space, u64 tenant, u32 flags) {
     const u64 now = now_ms();
     if (space.tenant == tenant && space.ttl_s) {
         value.expiry_s = static_cast<u32>(std::min<u64>(now / 1000 + space.ttl_s, 0xffff'ffff));
-        lifetimes_.push({value.expiry_s, number});
+        push(lifetimes_, {value.expiry_s, number});
     }
     if (has_disk()) {
         value.flags |= kDirty;
@@ -479,6 +482,20 @@ void KeyedStore::end_values(u64 now) {
         ++counters_.expired;
         leave(number);
     }
+}
+
+void KeyedStore::push(Deadlines& heap, Deadline deadline) {
+    if (heap.size() < 2 * options_.capacity) return heap.push(deadline);
+    std::vector<Deadline> due;
+    for (u32 number = 0; number < options_.capacity; ++number)
+        if (const Deadline one = deadline_of(heap, number); one.at) due.push_back(one);
+    heap = Deadlines({}, std::move(due));  // `deadline` is a value's that is noted already
+}
+
+KeyedStore::Deadline KeyedStore::deadline_of(const Deadlines& heap, u32 number) const {
+    const Value& value = values_[number];
+    if (value.state == State::free || value.state == State::leaving) return {0, number};
+    return {&heap == &leases_ ? (value.pins ? value.pinned_until_ms : 0) : value.expiry_s, number};
 }
 
 // --- namespaces and lists ---------------------------------------------------------------------------------------------------------

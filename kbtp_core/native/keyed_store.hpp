@@ -287,6 +287,9 @@ class KeyedStore {
     void pin_until(u32 number, u64 until_ms);
     void end_leases(u64 now_ms);
     void end_values(u64 now_ms);
+    // A heap has what is due, and what was due of values that have gone since: it is made anew before that is more than the values are.
+    void push(Deadlines& heap, Deadline deadline);
+    Deadline deadline_of(const Deadlines& heap, u32 number) const;  // at 0: none
     void charge(u64 tenant, u64 bytes) { tenants_[tenant].bytes += bytes; }
     void discharge(u64 tenant, u64 bytes);
     u64 bytes_of(u64 tenant) const;

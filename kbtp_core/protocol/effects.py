@@ -90,9 +90,10 @@ class RevokePartition:
 
 @dataclass(frozen=True)
 class Close:
-    """End the connection once everything before is sent; `reason` is for logs."""
+    """End the connection once everything before is sent; `reason` is for logs, and `error` what failed on this side, if that is it."""
 
     reason: str
+    error: Exception | None = None
 
 
 Effect: TypeAlias = Send | SendMany | LoadMany | Write | Read | Record | RevokePartition | Close

@@ -5,6 +5,7 @@ What `target_session` says holds here too, and:
    progress, or a block that it names is read, it waits, and what came behind it waits with it.
 2. A PUBLISH that waits for the disk, and whatever the disk tier answers later, holds nothing up.
 3. A LOAD of a value that is being read from disk waits for that read alone.
+4. Where the store fails at a message, its session ends, and nobody else's.
 """
 
 from __future__ import annotations
@@ -149,7 +150,10 @@ class KeyedTargetSession(TargetSession):
             self._start(request)
             return
         self._outstanding.add(request.request_id)
-        self._run_keyed(request)
+        try:
+            self._run_keyed(request)
+        except Exception as error:  # noqa: BLE001 - the close has it
+            self._fail_store(error)
 
     def _keyed_admission(self, request_id: int) -> Status:
         assert self.ack is not None
@@ -186,6 +190,10 @@ class KeyedTargetSession(TargetSession):
                 cursor, items = store.list(request.tenant, request.namespace, request.cursor, limit)
                 self._finish(request.request_id, keyed.ListResult(request.request_id, cursor, items).encode())
 
+    def _fail_store(self, error: Exception) -> None:
+        """The store could not do what this session wants. Others may fare better, so it costs this session alone."""
+        self._close(f"the store failed: {error!r}", error)
+
     # Inside: PUBLISH -------------------------------------------------------------------------------------------------
 
     def _publish(self, request: keyed.Publish) -> None:
@@ -208,8 +216,11 @@ class KeyedTargetSession(TargetSession):
         self._is_stepping = True
         while self.state is not TargetState.CLOSED:
             if self._publishing is not None:
-                if not self._adopt(self._publishing):
-                    break
+                try:
+                    if not self._adopt(self._publishing):
+                        break
+                except Exception as error:  # noqa: BLE001 - the close has it
+                    self._fail_store(error)
                 self._publishing = None
             elif self._behind:
                 self._receive_request(self._behind.popleft())

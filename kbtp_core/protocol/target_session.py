@@ -581,8 +581,8 @@ class TargetSession:
         if self.state is not TargetState.CLOSED:
             self._effects.append(effect)
 
-    def _close(self, reason: str) -> None:
-        self._emit(Close(reason))
+    def _close(self, reason: str, error: Exception | None = None) -> None:
+        self._emit(Close(reason, error))
         self.state = TargetState.CLOSED
 
     def _close_if_answered(self) -> None:

@@ -324,7 +324,8 @@ class _Connection:
         self.reads.clear()
         if not self.is_closing:
             self.is_closing = True
-            _log.info("session of %s ends: %s", self.peer, effect.reason)
+            level = logging.INFO if effect.error is None else logging.ERROR
+            _log.log(level, "session of %s ends: %s", self.peer, effect.reason, exc_info=effect.error)
             self.qp.close()
 
     def end(self, now: float) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kbtp_core.cluster.placement import Placement
-from kbtp_core.store.disk import U8, U32, U64, DiskEngine, DiskError, Flags, GetResult, Keys, Listing
+from kbtp_core.store.disk import KEY_BYTES, U8, U32, U64, DiskEngine, DiskError, Flags, GetResult, Keys, Listing
 
 DISK_WEIGHT: Final = 10
 _CALLS_AT_ONCE: Final = 16  # to each disk, from all threads
@@ -83,16 +83,19 @@ class DiskGroup:
 
     def list(self, tenant: int | None, namespace: int | None, cursor: int, most: int) -> Listing:
         at, cursor = cursor >> _CURSOR_BITS, cursor & ((1 << _CURSOR_BITS) - 1)
-        parts: list[Listing] = []
+        parts = [Listing(np.empty((0, KEY_BYTES), np.uint8), np.empty(0, np.uint32), np.empty(0, np.uint32), 0)]
         missing = most
         while at < len(self.engines) and missing > 0:
             part = self.engines[at].list(tenant, namespace, cursor, missing)
             parts.append(part)
             missing -= len(part.keys)
-            at, cursor = (at, part.cursor) if part.cursor else (at + 1, 0)
+            cursor = part.cursor
+            if cursor:  # a disk looks at so many values at a time
+                break
+            at += 1
         columns = zip(*(part[:3] for part in parts), strict=True)
         keys, lengths, expiries = (np.concatenate(column) for column in columns)
-        return Listing(keys, lengths, expiries, 0 if at == len(self.engines) else at << _CURSOR_BITS | cursor)
+        return Listing(keys, lengths, expiries, 0 if at >= len(self.engines) else at << _CURSOR_BITS | cursor)
 
     def usage(self) -> dict[int, int]:
         """The engines of a node share one `QuotaTable`, so each of them knows the sum."""

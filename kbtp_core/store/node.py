@@ -41,6 +41,10 @@ _log = logging.getLogger(__name__)
 DEFAULT_BLOCK_BYTES: Final = 4 << 20
 """Of the pool for clients that name no size."""
 _LARGEST_BLOCK: Final = 1 << 30
+_COST_BYTES: Final = 256
+"""What is kept of each block beside its octets."""
+_COST_SHARE: Final = 4
+"""Pools that clients ask for may take this part of the RAM beside it, together."""
 _INLINE_BYTES: Final = 1 << 16
 _OUTSTANDING: Final = 1024
 
@@ -186,12 +190,21 @@ class StoreNode:
 
     def _make_pool(self, block_bytes: int) -> tuple[Target, PoolRegion] | None:
         """By the server, for the first client that wants blocks of this size."""
-        if not 64 <= block_bytes <= _LARGEST_BLOCK or not self._budget.fits(block_bytes):
+        if not 64 <= block_bytes <= _LARGEST_BLOCK or not self._budget.fits(block_bytes) or not self._can_afford(block_bytes):
             _log.warning("no pool for blocks of %d octets: RAM of %d octets has no room for it", block_bytes, self.settings.ram)
             return None
-        store = self._make_store(block_bytes)
+        try:
+            store = self._make_store(block_bytes)
+        except (OSError, MemoryError) as error:
+            _log.error("no pool for blocks of %d octets: %s", block_bytes, error or "the system has no memory for it")
+            return None
         _log.info("a pool for blocks of %d octets, %d of them to begin with", block_bytes, store.pool.live_count)
         return store.target, store.pool_region
+
+    def _can_afford(self, block_bytes: int) -> bool:
+        """Whether what is kept of so many blocks is little beside them: the smaller the blocks, the more of them there are."""
+        cost_bytes = sum(self.settings.ram // size * _COST_BYTES for size in (*self._pools, block_bytes))
+        return cost_bytes * _COST_SHARE <= self.settings.ram
 
     def _make_store(self, block_bytes: int) -> RamStore:
         settings = self.settings

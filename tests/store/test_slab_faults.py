@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kbtp_core._native import crc32c
 from kbtp_core.store.disk import DiskError, DiskStatus, Fault
 from kbtp_core.store.slab import SlabEngine
 from tests.store.disks import batch, folder_in_memory, get, keys_of, octets_of, put, value
@@ -107,6 +108,25 @@ def test_a_record_in_another_slot_or_from_another_store_is_none(folder: Path) ->
         file.write(record)
     with open_store(folder) as engine:
         assert engine.lookup(keys_of(["a", "z"])).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("length", [0, 4 * 4096, 1 << 31, 0xFFFF_F001, 0xFFFF_FFFF])
+def test_a_record_of_a_value_that_does_not_fit_its_slot_is_none_though_its_checksum_is_right(folder: Path, length: int) -> None:
+    with open_store(folder) as engine:
+        put(engine, ["a", "b"], 9000)
+    superblock, table = (folder / "store" / "superblock").read_bytes(), folder / "store" / "slots.tbl"
+    record = bytearray(table.read_bytes()[:64])
+    place = superblock[56:72] + (0).to_bytes(8, "little")
+    assert crc32c(place + record[4:]).to_bytes(4, "little") == record[:4]
+    record[48:52] = length.to_bytes(4, "little")
+    record[:4] = crc32c(place + record[4:]).to_bytes(4, "little")
+    with table.open("r+b") as file:
+        file.write(record)
+    with open_store(folder) as engine:
+        assert engine.lookup(keys_of(["a", "b"])).tolist() == [0, 9000]
+        assert engine.stats()["records_dropped"] == 1
+        assert (value(engine, "a"), value(engine, "b")) == (None, octets_of("b", 9000))
+        engine.check_integrity()
 
 
 def test_of_two_records_of_one_key_the_newer_counts(folder: Path) -> None:

@@ -9,8 +9,9 @@
 namespace kbtp::store {
 namespace {
 
-constexpr u32 kStep = u32{1} << 14;  // entries looked at in one go, so that nobody waits long for the mutex
-constexpr std::size_t kAhead = 12;   // keys whose memory is asked for before it is needed
+constexpr u32 kStep = u32{1} << 14;    // entries looked at in one go, so that nobody waits long for the mutex
+constexpr u32 kListed = u32{1} << 19;  // entries that one call of `list` looks at, so that nobody waits long for it
+constexpr std::size_t kAhead = 12;     // keys whose memory is asked for before it is needed
 constexpr u16 kPinsMost = 0xFFF0;
 constexpr std::size_t kClearedAtOnce = std::size_t{1} << 16;
 
@@ -220,9 +221,9 @@ Listing Slab::list(std::optional<u64> tenant, std::optional<u64> name_space, u64
     if (is_closed_ || disk_.is_degraded() || most == 0) return listing;
     const u32 now = unix_now();
     u32 at = static_cast<u32>(std::min<u64>(cursor, kNone - 1));
-    for (;;) {
+    for (u32 looked = 0;; looked += kStep) {
         const std::lock_guard guard(mutex_);
-        const u32 end = std::min(values_.end(), at + kStep);
+        const u32 end = at + std::min(values_.end() - std::min(at, values_.end()), kStep);
         for (; at < end && listing.lengths.size() < most; ++at) {
             const Value& value = values_[at];
             if (!can_serve(at, now) || (tenant && value.key.tenant != *tenant) || (name_space && value.name_space != *name_space)) continue;
@@ -233,7 +234,7 @@ Listing Slab::list(std::optional<u64> tenant, std::optional<u64> name_space, u64
         }
         if (at >= values_.end()) return listing;
         listing.cursor = at;
-        if (listing.lengths.size() >= most) return listing;
+        if (listing.lengths.size() >= most || looked + kStep >= kListed) return listing;
         listing.cursor = 0;
     }
 }

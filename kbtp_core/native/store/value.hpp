@@ -54,6 +54,6 @@ struct Value {
 };
 static_assert(sizeof(Value) == 64);
 
-inline u32 units_of(u32 length) { return (length + (kUnit - 1)) / kUnit; }
+inline u32 units_of(u32 length) { return length / kUnit + (length % kUnit != 0); }  // for every length, whoever wrote it
 
 }  // namespace kbtp::store
