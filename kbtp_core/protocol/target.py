@@ -68,6 +68,8 @@ class TargetLimits:
     inline_bytes: int = 4096
     handle_count: int = 1 << 20
     quota: int = 1 << 32
+    shares_fairly: bool = False
+    """Many sessions come and go: one gets an eighth of the blocks that are left to promise at most, and two handles for each."""
 
 
 @dataclass

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from numpy.typing import NDArray
 
@@ -20,6 +20,9 @@ from kbtp_core.protocol.pool import BlockPool
 
 if TYPE_CHECKING:
     from kbtp_core.protocol.target import Target
+
+
+_FAIR_SHARE: Final = 8
 
 
 @dataclass(frozen=True)
@@ -62,11 +65,15 @@ def grant(target: Target, owner: int, hello: Hello, nonce: bytes, offers: Capabi
     if isinstance(pool, BlockPool):
         if target.crc32c is not None:
             granted |= wanted & Capability.CHECKSUM
-        quota_wanted = min(hello.quota, limits.quota)
+        quota_wanted, handles_wanted = min(hello.quota, limits.quota), min(hello.handle_count, limits.handle_count)
+        if limits.shares_fairly:
+            quota_wanted = min(quota_wanted, max(1, pool.quota_left // _FAIR_SHARE))
         modes, partition, access = _grant_direct(target, pool, owner, hello.trust_domain, wanted, quota_wanted, expose)
         granted |= modes
         quota = len(partition.block_offsets) if partition is not None else pool.grant(owner, quota_wanted)
-        handle_base, handle_count = target.ranges.take(min(hello.handle_count, limits.handle_count))
+        if limits.shares_fairly:
+            handles_wanted = min(handles_wanted, 2 * quota)
+        handle_base, handle_count = target.ranges.take(handles_wanted)
     else:
         handle_base = target.table.base_handle + target.reserved_handles
         handle_count = target.table.entry_count - target.reserved_handles

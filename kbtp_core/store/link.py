@@ -83,6 +83,7 @@ class _Handles:
     """Handles of one session for values on their way to the store. Under the link's lock."""
 
     def __init__(self, base: int, count: int) -> None:
+        self.count: Final = count
         self.free = list(range(base, base + count))
         self.doubtful: list[int] = []
 
@@ -155,11 +156,13 @@ class Link:
         except KbtpError:
             session.close(0.5)
             raise
-        base, count = session.target.handle_base, min(session.target.handle_count, session.target.quota)
-        share = count // 2
+        base, granted = session.target.handle_base, min(session.target.handle_count, session.target.quota, options.quota)
+        if options.quota and not granted:
+            _log.warning("%s has promised its memory to other clients: puts are refused here; give it more RAM, or close clients", self.name)
+        share = granted // 2
         own = np.arange(base, base + share, dtype=np.uint64)
         self._calls = StoreCalls.create(session, self._cache, space.id_prefix, space.tenant, own)
-        self._handles = _Handles(base, count) if self._calls is None else _Handles(base + share, count - share)
+        self._handles = _Handles(base, granted) if self._calls is None else _Handles(base + share, granted - share)
         self._cache.clear()  # another session may be with another incarnation, whose generations mean nothing
         return session
 
@@ -364,6 +367,9 @@ class Link:
             return status
         with _failing(status, self.name):
             session = self.session(deadline)
+            if not self._handles.count:
+                status[:] = ItemStatus.NO_SPACE
+                return status
             totals = places.totals
             longest = int(totals.max())
             if longest <= session.target.block_bytes and np.count_nonzero(totals) == len(ids):
