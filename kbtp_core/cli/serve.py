@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from kbtp_core.cli.flags import with_flags
+from kbtp_core.cli.log_budget import LogBudget
 from kbtp_core.errors import KbtpError
 from kbtp_core.fabric.api import FabricError
 from kbtp_core.store.node import StoreNode
@@ -35,6 +36,8 @@ def serve(
     try:
         settings, origins = read_settings(flags, config)
         logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        for handler in logging.getLogger().handlers:
+            handler.addFilter(LogBudget())
         for name, value in settings.model_dump(mode="json").items():
             _log.info("%s = %s (%s)", name, value, origins[name])
         node = StoreNode(settings)

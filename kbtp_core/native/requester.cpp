@@ -109,6 +109,7 @@ Outgoing LoadBatch::encode(std::size_t index, u8* out) {
 
 std::optional<u16> LoadBatch::keep(std::size_t index, std::span<const u8> a) {
     if (a[1] != kCompletionOpcode || is_message(a)) return {};
+    if (load_be<u16>(&a[22]) == 0 && load_be<u32>(&a[24]) > requests_[index].length) return {};  // it would not have fitted
     results_[index] = {load_be<u16>(&a[22]), load_be<u16>(&a[20]), load_be<u32>(&a[24]), load_be<u64>(&a[32]), load_be<u32>(&a[28]), 0};
     return results_[index].status;
 }

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kbtp_core.protocol.constants import COMPLETION_BYTES, DESCRIPTOR_BYTES, HEADER_BYTES, NO_STATUS, REQUEST_BYTES, Flag, Opcode
+from kbtp_core.protocol.constants import COMPLETION_BYTES, DESCRIPTOR_BYTES, HEADER_BYTES, NO_STATUS, REQUEST_BYTES, Flag, Opcode, Status
 from kbtp_core.protocol.wire import COMPLETION
 
 _DESCRIPTOR: Final = np.dtype([("stag", ">u4"), ("offset", ">u8"), ("reserved", ">u4")])
@@ -66,18 +66,25 @@ class Batch:
         return int(self.messages[0, 1])
 
     def settle(self, indexes: NDArray[np.intp], completions: NDArray[Any]) -> bool:
-        """Take the answers to the requests at `indexes`; False if one matches nothing or comes twice."""
+        """Take the answers to the requests at `indexes`; False if one matches nothing, comes twice, or says what can't be."""
         try:
             matched = np.count_nonzero(self.is_outstanding[indexes])
         except IndexError:
             return False
         self.is_outstanding[indexes] = False
         left = int(np.count_nonzero(self.is_outstanding))
-        if matched != len(indexes) or self.outstanding_count - left != matched:
+        if matched != len(indexes) or self.outstanding_count - left != matched or not self._fit(indexes, completions):
             return False
         self.outstanding_count = left
         self._results.view(_OCTETS)[indexes] = completions.view(_OCTETS)
         return True
+
+    def _fit(self, indexes: NDArray[np.intp], completions: NDArray[Any]) -> bool:
+        """Whether no LOAD brought more octets than it had room for."""
+        if self.opcode != Opcode.LOAD:
+            return True
+        room = np.ascontiguousarray(self.messages[indexes, REQUEST_BYTES - 4 : REQUEST_BYTES]).view(">u4")[:, 0]
+        return not np.count_nonzero((completions["data_length"] > room) & (completions["status"] == Status.OK))
 
     def add_records(self) -> None:
         """Put the RECORD flag and an empty Completion Descriptor into each message, behind the header and the Data Descriptor if any."""

@@ -401,6 +401,12 @@ def _defined(header: Header, flags: int, known: type[IntFlag]) -> int:
     return flags
 
 
+def _tiered(header: Header, items: NDArray[Any]) -> NDArray[Any]:
+    if np.count_nonzero(items["tier"] > max(Tier)):
+        raise Malformed(f"{KeyedOpcode(header.opcode).name} with a value in tier {items['tier'].max()}, which there is not")
+    return items
+
+
 def _parse_lookup(header: Header, data: bytes) -> Lookup:
     tenant, flags, count = _fixed(header, data, _request)
     return Lookup(header.request_id, tenant, _defined(header, flags, LookupFlag), _ids(header, data, _request.size, count))
@@ -453,7 +459,7 @@ def _parse_list(header: Header, data: bytes) -> List:
 
 def _parse_lookup_result(header: Header, data: bytes) -> LookupResult:
     (count,) = _fixed(header, data, _count)
-    return LookupResult(header.request_id, _counted(header, data, _count.size, count, LOOKUP_ITEM))
+    return LookupResult(header.request_id, _tiered(header, _counted(header, data, _count.size, count, LOOKUP_ITEM)))
 
 
 def _parse_get_result(header: Header, data: bytes) -> GetResult:
@@ -473,7 +479,7 @@ def _parse_pin_result(header: Header, data: bytes) -> PinResult:
 
 def _parse_list_result(header: Header, data: bytes) -> ListResult:
     cursor, count = _fixed(header, data, _cursor)
-    return ListResult(header.request_id, cursor, _counted(header, data, _cursor.size, count, LIST_ITEM))
+    return ListResult(header.request_id, cursor, _tiered(header, _counted(header, data, _cursor.size, count, LIST_ITEM)))
 
 
 _REQUESTS: Final[dict[int, Callable[[Header, bytes], KeyedRequest]]] = {

@@ -23,9 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kbtp_core import _native
-from kbtp_core.errors import DeadlineExceeded, KbtpError, SessionClosed, SessionRefused
+from kbtp_core.errors import DeadlineExceeded, KbtpError, Malformed, SessionClosed, SessionRefused
 from kbtp_core.fabric.api import PUT_RESULT, Array, Fabric, Region
-from kbtp_core.protocol.constants import NO_STATUS, Capability, Status
+from kbtp_core.protocol.constants import NO_STATUS, Capability, Status, status_name
 from kbtp_core.protocol.initiator import HelloParameters
 from kbtp_core.protocol.keyed import NO_HANDLE, Ids, LookupFlag, PublishFlag, Tier
 from kbtp_core.session import InitiatorSession
@@ -158,7 +158,7 @@ class Link:
             raise
         base, granted = session.target.handle_base, min(session.target.handle_count, session.target.quota, options.quota)
         if options.quota and not granted:
-            _log.warning("%s has promised its memory to other clients: puts are refused here; give it more RAM, or close clients", self.name)
+            _log.warning("%s has promised its memory to other clients and refuses puts: give it more RAM, or close clients", self.name)
         share = granted // 2
         own = np.arange(base, base + share, dtype=np.uint64)
         self._calls = StoreCalls.create(session, self._cache, space.id_prefix, space.tenant, own)
@@ -542,7 +542,7 @@ class Link:
         if status == NO_STATUS:
             raise SessionClosed(f"{self.name} did not answer")
         if status != Status.OK:
-            raise KbtpError(f"{self.name} refuses that: {Status(status).name}")
+            raise KbtpError(f"{self.name} refuses that: {status_name(status)}")
 
 
 def regions_of(
@@ -592,4 +592,6 @@ class _failing:  # noqa: N801 - reads as a statement
             self._status[self._status == ItemStatus.UNAVAILABLE] = ItemStatus.TIMED_OUT
         elif isinstance(error, (Unavailable, SessionClosed)):
             _log.debug("%s: %s", self._name, error)
-        return isinstance(error, (DeadlineExceeded, Unavailable, SessionClosed))
+        elif isinstance(error, Malformed):
+            _log.warning("%s broke the protocol: %s", self._name, error)
+        return isinstance(error, (DeadlineExceeded, Unavailable, SessionClosed, Malformed))
