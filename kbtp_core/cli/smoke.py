@@ -13,6 +13,7 @@ from rich.console import Console
 
 from kbtp_core.client import Client, ItemStatus
 from kbtp_core.errors import KbtpError
+from kbtp_core.store.identity import Namespace, PoolKind
 from kbtp_core.store.link import LinkOptions
 
 _COUNT = 64
@@ -22,13 +23,14 @@ def smoke(
     server: str = typer.Option("127.0.0.1:7400", help="The store.", envvar="KBTP_SERVER"),
     secret_file: Path | None = typer.Option(None, help="The trust domain's secret, where the store asks for one."),
     trust_domain: str = typer.Option("", help="Name of the secret."),
+    tenant: str = typer.Option("", help="Whose values to put; the trust domain's own if not given."),
     durable: bool = typer.Option(False, help="Also wait for the disk."),
 ) -> None:
     """Check a store in a second: values of several sizes are put, read back octet by octet, and removed."""
     console = Console(highlight=False)
     secret = None if secret_file is None else secret_file.read_bytes().strip()
     options = LinkOptions(secret=secret, trust_domain=trust_domain, client_name="kbtp smoke")
-    namespace = b"kbtp-smoke-" + secrets.token_hex(8).encode()
+    namespace = _namespace(tenant or trust_domain)
     begun = time.monotonic()
     try:
         with Client(server, namespace, options=options, ttl_s=600) as client:
@@ -39,6 +41,14 @@ def smoke(
         Console(stderr=True, highlight=False, soft_wrap=True).print(f"failed: {error}", markup=False)
         raise typer.Exit(1) from None
     console.print(f"{server} works ({time.monotonic() - begun:.2f} s)", markup=False)
+
+
+def _namespace(tenant: str) -> bytes | Namespace:
+    """One that nobody has: of this tenant, or of one of its own."""
+    name = "kbtp-smoke-" + secrets.token_hex(8)
+    if not tenant:
+        return name.encode()
+    return Namespace(tenant, name, "", PoolKind.CUSTOM, "smoke", "uint8", 1, 1, 0, 0, 1)
 
 
 def _steps(client: Client, durable: bool) -> list[tuple[str, Callable[[], None]]]:

@@ -45,6 +45,7 @@ std::optional<Work> ExecutorSession::duplicate(std::span<const u8> message) cons
 
 std::optional<Work> ExecutorSession::keyed(std::span<const u8> message) {
     const KeyedSession& session = *grant_->keyed;
+    if (is_foreign(session, message)) return {};
     if (message[1] == keyed_opcode::publish) {
         const auto named = named_handles(message, *grant_);
         bool is_early = false;
@@ -107,15 +108,30 @@ std::optional<Work> ExecutorSession::unpark() {
     return Work{.kind = Work::Kind::answer, .opcode = opcode, .octets = std::move(octets)};
 }
 
+// Of a session that may use the values of some tenants only, what is no value of the store is for the software target, which knows whose
+// it is.
+bool ExecutorSession::may_name(u64 index) const {
+    return !grant_ || !grant_->keyed || !grant_->keyed->tenants || grant_->keyed->store->has_entry(index);
+}
+
+bool ExecutorSession::may_read(u64 index) const {
+    return !grant_ || !grant_->keyed || !grant_->keyed->tenants || grant_->keyed->may_use(grant_->keyed->store->tenant_of_read(index));
+}
+
 std::optional<Work> ExecutorSession::load(const Request& r) {
     const auto index = executor_->index_of(r.handle);
     if (!index || is_unsettled(*index)) return {};
+    if (!is_own(r.handle) && !may_name(*index)) return {};
     const Entry entry = executor_->entry(*index);
     if (!entry.is_valid() || !accepts(r, entry) || (!entry.is_sealed() && !r.allows_unsealed())) return {};
     if (entry.length == 0 || entry.length > r.length || entry.length > executor_->block_bytes()) return {};
     if (entry.block_offset > pool_bytes_ || entry.length > pool_bytes_ - entry.block_offset) return {};
     if (r.offset + entry.length < r.offset) return {};
     if (!executor_->begin_read(*index, entry)) return {};
+    if (!is_own(r.handle) && !may_read(*index)) {
+        executor_->end_read(*index);
+        return {};
+    }
     ++writing_count_;
     const bool snapshot = !entry.is_sealed();
     if (snapshot) unsettled_.emplace(*index, Unsettled{});

@@ -88,6 +88,8 @@ class ExecutorSession {
     Work read(const Request& request, u64 index, u64 block_offset);
     Work finish(const Request& request, u64 index, u64 block_offset);
     bool is_own(u64 handle) const { return grant_ && handle - grant_->handle_base < grant_->handle_count; }
+    bool may_name(u64 index) const;
+    bool may_read(u64 index) const;
     bool has_size(const Request& r) const { return r.length > 0 && r.length <= executor_->block_bytes(); }
 
     const std::shared_ptr<Executor> executor_;

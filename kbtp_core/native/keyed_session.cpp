@@ -114,6 +114,10 @@ std::optional<std::vector<u8>> answer_remove(KeyedStore& store, std::span<const 
 
 }  // namespace
 
+bool is_foreign(const KeyedSession& session, std::span<const u8> message) {
+    return session.tenants && (message.size() < kHeader + 8 || !session.may_use(load_be<u64>(&message[kHeader])));
+}
+
 std::vector<u64> named_handles(std::span<const u8> message, const StoreGrant& grant) {
     const auto publish = parse_publish(message, grant);
     std::vector<u64> handles;
@@ -130,7 +134,7 @@ std::vector<u8> answer_late_publish(const KeyedSession& session, const StoreGran
 }
 
 std::optional<Get> look_up_get(const KeyedSession& session, const StoreGrant& grant, std::span<const u8> m) {
-    if (!is_plain(grant, m) || m.size() < kGetHead) return {};
+    if (!is_plain(grant, m) || is_foreign(session, m) || m.size() < kGetHead) return {};
     const u32 flags = load_be<u32>(&m[32]), count = load_be<u32>(&m[36]);
     if (flags & ~(lookup_flag::promote | lookup_flag::touch) || m.size() != kGetHead + kGetItem * u64{count}) return {};
     Get get{load_be<u32>(&m[40]), std::vector<Get::Item>(count), {}};
@@ -151,7 +155,7 @@ std::vector<u8> answer_get(const Get& get, std::span<const u8> message) {
 }
 
 std::optional<std::vector<u8>> answer_keyed(const KeyedSession& session, const StoreGrant& grant, std::span<const u8> message) {
-    if (!is_plain(grant, message)) return {};
+    if (!is_plain(grant, message) || is_foreign(session, message)) return {};
     switch (message[1]) {
         case keyed_opcode::lookup:
             return answer_lookup(*session.store, message);

@@ -132,13 +132,20 @@ void KeyedStore::drop_fence(const ValueKey& key) {
     if (found != fences_.end() && --found->second == 0) fences_.erase(found);
 }
 
-u16 KeyedStore::pin(u64 handle, u16 generation, bool wanted, u32 lease_ms) {
+std::optional<u64> KeyedStore::tenant_of(u64 index) const {
+    std::lock_guard lock(mutex_);
+    const auto number = number_of(index);
+    return number && values_[*number].state != State::free ? std::optional(values_[*number].key.tenant) : std::nullopt;
+}
+
+u16 KeyedStore::pin(u64 handle, u16 generation, bool wanted, u32 lease_ms, const std::vector<u64>* tenants) {
     std::lock_guard lock(mutex_);
     const auto index = executor_->index_of(handle);
     const auto number = index ? number_of(*index) : std::nullopt;
     if (!number) return status::not_permitted;
     Value& value = values_[*number];
     if (value.state != State::resident) return status::not_bound;
+    if (tenants && !std::binary_search(tenants->begin(), tenants->end(), value.key.tenant)) return status::not_permitted;
     if (generation != 0 && generation != executor_->generation(*index)) return status::stale;
     if (!wanted) {
         if (value.pins && --value.pins == 0) --pinned_count_;

@@ -199,7 +199,14 @@ class KeyedStore {
     // Hide these ids, and with `fence` keep them off the disk until `unfence`.
     u64 remove(u64 tenant, std::span<const u8> ids, bool fence, u8* was_there);
     void unfence(u64 tenant, std::span<const u8> ids);
-    u16 pin(u64 handle, u16 generation, bool wanted, u32 lease_ms);
+    // Nothing: whoever's it is. `tenants` is sorted.
+    u16 pin(u64 handle, u16 generation, bool wanted, u32 lease_ms, const std::vector<u64>* tenants);
+    bool has_entry(u64 index) const { return index - options_.base_entry < options_.capacity; }
+    // Whose value the entry has, or is about to have; nothing if it has none.
+    std::optional<u64> tenant_of(u64 index) const;
+    // As `tenant_of` for whoever counts as a reader of the entry and saw it valid after that: its value keeps its number until the count is
+    // zero, so its key does not change, and was written before the entry became valid. Without the lock.
+    u64 tenant_of_read(u64 index) const { return values_[index - options_.base_entry].key.tenant; }
     // One step over the values from `cursor` on; returns where to go on, 0 at the end.
     u64 remove_space(u64 tenant, u64 space, u64 cursor, u64& removed);
     u64 list(u64 tenant, u64 space, u64 cursor, std::span<ListItem> out, u64& count);

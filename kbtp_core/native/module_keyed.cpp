@@ -1,5 +1,6 @@
 // The Python face of the keyed store: as thin as it can be. Arrays cross as plain buffers (store/ram.py gives their dtypes), and no
 // call holds the GIL while it works.
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -47,14 +48,15 @@ u64 remove(KeyedStore& store, u64 tenant, nb::handle ids, bool fence, nb::handle
     return store.remove(tenant, in.as<const u8>(), fence, out.data());
 }
 
-void pin(KeyedStore& store, nb::handle handles, nb::handle generations, bool wanted, u32 lease_ms, nb::handle statuses) {
+void pin(const KeyedSession& session, nb::handle handles, nb::handle generations, bool wanted, u32 lease_ms, nb::handle statuses) {
     const Buffer h(handles, false), g(generations, false), s(statuses, true);
     const auto which = h.as<const u64>();
     const auto seen = g.as<const u16>();
     const auto out = s.as<u16>();
     if (which.size() != seen.size() || which.size() != out.size())
         throw std::invalid_argument("as many statuses as handles and generations");
-    for (std::size_t i = 0; i < which.size(); ++i) out[i] = store.pin(which[i], seen[i], wanted, lease_ms);
+    const std::vector<u64>* tenants = session.tenants ? &*session.tenants : nullptr;
+    for (std::size_t i = 0; i < which.size(); ++i) out[i] = session.store->pin(which[i], seen[i], wanted, lease_ms, tenants);
 }
 
 // Runs `call` over the DiskItems in the buffer, without the GIL.
@@ -121,7 +123,7 @@ void bind_store(nb::module_& m) {
                  const Buffer in(ids, false);
                  store.unfence(tenant, in.as<const u8>());
              })
-        .def("pin", &pin)
+        .def("tenant_of", &KeyedStore::tenant_of)
         .def(
             "remove_space",
             [](KeyedStore& store, u64 tenant, u64 space, u64 cursor) {
@@ -172,7 +174,14 @@ void bind_store(nb::module_& m) {
 void bind_keyed(nb::module_& m) {
     bind_store(m);
     nb::class_<KeyedSession>(m, "KeyedSession")
-        .def("__init__", [](KeyedSession* self, std::shared_ptr<KeyedStore> store) { new (self) KeyedSession{std::move(store), {}}; })
+        .def(
+            "__init__",
+            [](KeyedSession* self, std::shared_ptr<KeyedStore> store, std::optional<std::vector<u64>> tenants) {
+                if (tenants) std::sort(tenants->begin(), tenants->end());
+                new (self) KeyedSession{std::move(store), std::move(tenants)};
+            },
+            nb::arg("store"), nb::arg("tenants").none() = nb::none())
+        .def("pin", &pin)
         .def("set_space", [](KeyedSession& session, u64 tenant, u64 id, u32 ttl_s) { session.space = {tenant, id, ttl_s}; });
     m.def("create_keyed_store", &create_keyed_store, nb::arg("executor"), nb::arg("base_entry"), nb::arg("capacity"), nb::arg("owner"),
           nb::arg("dirty_limit"), nb::arg("writes_around"), nb::arg("acks_on_disk"), nb::arg("default_lease_ms"),

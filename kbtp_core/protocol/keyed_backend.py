@@ -84,7 +84,16 @@ class KeyedPeer(Protocol):
     native: Any
     """What an executor has to know of it (`StoreGrant.keyed`)."""
 
+    @property
+    def is_limited(self) -> bool:
+        """Whether there are tenants whose values it may not use."""
+
+    def may_use(self, tenant: int) -> bool:
+        """Whether it may use this tenant's values; it is logged, now and then, if not."""
+
     def set_namespace(self, tenant: int, namespace: int, ttl_s: int) -> None: ...
+
+    def pin(self, handles: NDArray[np.uint64], generations: NDArray[np.uint16], wanted: bool, lease_ms: int) -> NDArray[np.uint16]: ...
 
     def publish(self, tenant: int, flags: int, items: NDArray[Any], results: NDArray[Any]) -> int:
         """Decide the `items` (ADOPTION) whose `results` (ADOPTED) are undecided; returns how many still are."""
@@ -96,7 +105,8 @@ class KeyedBackend(Protocol):
     wake: Callable[[], None] | None
     """Called from any thread when `tick` has something to tell."""
 
-    def open_peer(self, session: TargetSession) -> KeyedPeer: ...
+    def open_peer(self, session: TargetSession) -> KeyedPeer:
+        """For a session that was granted anything, be it STORE or not: who may LOAD handles is limited all the same."""
 
     def lookup(self, tenant: int, ids: Ids, flags: int) -> NDArray[Any]:
         """What is known of each id (FOUND); with PREFIX up to the first absent one."""
@@ -105,10 +115,11 @@ class KeyedBackend(Protocol):
 
     def remove_namespace(self, tenant: int, namespace: int) -> int | Deferred[int]: ...
 
-    def pin(self, handles: NDArray[np.uint64], generations: NDArray[np.uint16], wanted: bool, lease_ms: int) -> NDArray[np.uint16]: ...
-
     def list(self, tenant: int, namespace: int, cursor: int, limit: int) -> tuple[int, NDArray[Any]]:
         """(Where to go on, values as `keyed.LIST_ITEM`)."""
+
+    def tenant_of(self, index: int) -> int | None:
+        """Whose value the entry has or will have; None if it has none, or is not the store's."""
 
     def will_have(self, index: int, generation: int) -> bool:
         """Whether the entry's value is being read from disk and will have this generation; zero accepts any."""

@@ -5,6 +5,7 @@ What `target_session` says holds here too, and:
    progress, or a block that it names is read, it waits, and what came behind it waits with it.
 2. A PUBLISH that waits for the disk, and whatever the disk tier answers later, holds nothing up.
 3. A LOAD of a value that is being read from disk waits for that read alone.
+   Where the trust domain limits whose values a session may use, other tenants' are refused, by name and by handle.
 4. Where the store fails at a message, its session ends, and nobody else's.
 """
 
@@ -64,6 +65,7 @@ class KeyedTargetSession(TargetSession):
         super().__init__(target, number, peer, offers, expose)
         self.keyed_peer: KeyedPeer | None = None
         """Its side of the store, if it was granted STORE."""
+        self._peer: KeyedPeer | None = None  # that, whatever it was granted
         self._publishing: _Publishing | None = None
         self._behind: deque[bytes] = deque()  # messages behind it
         self._is_stepping = False
@@ -110,8 +112,9 @@ class KeyedTargetSession(TargetSession):
 
     def _receive_hello(self, message: bytes) -> None:
         super()._receive_hello(message)
-        if self.state is TargetState.READY and self.ack is not None and self.ack.capabilities & Capability.STORE:
-            self.keyed_peer = self._backend.open_peer(self)
+        if self.state is TargetState.READY and self.ack is not None:
+            self._peer = self._backend.open_peer(self)
+            self.keyed_peer = self._peer if self.ack.capabilities & Capability.STORE else None
 
     def _receive_request(self, message: bytes) -> None:
         if self._publishing is not None:
@@ -122,8 +125,31 @@ class KeyedTargetSession(TargetSession):
             super()._receive_request(message)
 
     @property
+    def allows_executor(self) -> bool:
+        """As its base; one that is limited is known to the executor by what it needs for keyed messages."""
+        return super().allows_executor and (self.keyed_peer is not None or not self._is_limited)
+
+    @property
     def _takes_plain_loads(self) -> bool:
-        return self._publishing is None and self._backend.promoting_count == 0 and super()._takes_plain_loads
+        is_plain = self._publishing is None and self._backend.promoting_count == 0 and not self._is_limited
+        return is_plain and super()._takes_plain_loads
+
+    @property
+    def _is_limited(self) -> bool:
+        return self._peer is not None and self._peer.is_limited
+
+    def _is_forbidden(self, index: int) -> bool:
+        return super()._is_forbidden(index) or (self._is_limited and self._is_foreign(index))
+
+    def _is_foreign(self, index: int) -> bool:
+        """Whether the entry has a value of a tenant that is not this session's, or a block of a session of another trust domain."""
+        assert self._peer is not None
+        tenant = self._backend.tenant_of(index)
+        if tenant is not None:
+            return not self._peer.may_use(tenant)
+        owner = self._target.sessions.get(int(self._target.owners[index]))
+        is_same = owner is None or owner.hello is None or self.hello is None or owner.hello.trust_domain == self.hello.trust_domain
+        return not is_same
 
     @property
     def _backend(self) -> KeyedBackend:
@@ -140,7 +166,7 @@ class KeyedTargetSession(TargetSession):
             if len(message) > keyed.message_limit(self.ack.inline_bytes):
                 raise Malformed(f"a keyed message of {len(message)} octets is longer than was granted")
             request = keyed.parse_keyed(message)
-            status = self._keyed_admission(header.request_id)
+            status = self._keyed_admission(request)
         except Malformed:
             status = Status.MALFORMED
         if status is not _OK:
@@ -155,10 +181,13 @@ class KeyedTargetSession(TargetSession):
         except Exception as error:  # noqa: BLE001 - the close has it
             self._fail_store(error)
 
-    def _keyed_admission(self, request_id: int) -> Status:
+    def _keyed_admission(self, request: keyed.KeyedRequest) -> Status:
         assert self.ack is not None
-        if request_id in self._outstanding:
+        assert self._peer is not None
+        if request.request_id in self._outstanding:
             return Status.MALFORMED
+        if not isinstance(request, (keyed.Pin, keyed.LoadRange)) and not self._peer.may_use(request.tenant):
+            return Status.NOT_PERMITTED
         if self._target.is_shutting_down:
             return Status.SHUTTING_DOWN
         return _OK if len(self._outstanding) < self.ack.outstanding else Status.BUSY
@@ -178,7 +207,7 @@ class KeyedTargetSession(TargetSession):
                 self._count(request.request_id, store.remove(request.tenant, request.ids))
             case keyed.Pin():
                 handles, generations = request.items["handle"].astype(np.uint64), request.items["generation"].astype(np.uint16)
-                statuses = store.pin(handles, generations, bool(request.flags & keyed.PinFlag.PIN), request.lease_ms)
+                statuses = self.keyed_peer.pin(handles, generations, bool(request.flags & keyed.PinFlag.PIN), request.lease_ms)
                 self._finish(request.request_id, keyed.PinResult(request.request_id, statuses).encode())
             case keyed.SetNamespace():
                 self.keyed_peer.set_namespace(request.tenant, request.namespace, request.ttl_s)
@@ -281,7 +310,7 @@ class KeyedTargetSession(TargetSession):
     # Inside: loads ---------------------------------------------------------------------------------------------------
 
     def _load(self, request: Load, index: int | None) -> None:
-        if index is not None and self._backend.will_have(index, request.generation):
+        if index is not None and self._backend.will_have(index, request.generation) and not self._is_forbidden(index):
             self._lines[index] = deque()
             self._promised[index] = request
         elif isinstance(request, keyed.LoadRange):
@@ -312,7 +341,7 @@ class KeyedTargetSession(TargetSession):
         at = np.arange(0) if index is None else np.array([index])
         target.hold(at)
         entry = None if index is None else target.table.entry(index)
-        status = _check_range(request, entry, index in target.confined and not self._is_trusted(index))
+        status = _check_range(request, entry, index is not None and self._is_forbidden(index))
         if status is not _OK or index is None or entry is None:
             target.end_reading(at)
             self._fail(request, status)

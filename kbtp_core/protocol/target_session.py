@@ -385,7 +385,7 @@ class TargetSession:
         self._target.hold(at)
         entry = None if index is None else self._target.table.entry(index)
         status = _check_bound(request, entry)
-        if index in self._target.confined and not self._is_trusted(index):
+        if index is not None and self._is_forbidden(index):
             status = Status.NOT_PERMITTED
         if status is _OK:
             assert entry is not None
@@ -521,9 +521,10 @@ class TargetSession:
         assert isinstance(self._target.pool, BlockPool)
         return self._target.pool
 
-    def _is_trusted(self, index: int | None) -> bool:
-        """Whether a confined entry may be served to this session."""
-        return index is not None and self.hello is not None and self._target.confined[index] == self.hello.trust_domain
+    def _is_forbidden(self, index: int) -> bool:
+        """Whether the block of an entry, which was held before it was looked at, must not be served to this session."""
+        domain = self._target.confined.get(index)
+        return domain is not None and (self.hello is None or domain != self.hello.trust_domain)
 
     def _is_in_range(self, handle: int) -> bool:
         return self.handle_base <= handle < self.handle_base + self.handle_count

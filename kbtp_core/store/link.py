@@ -16,14 +16,13 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kbtp_core import _native
-from kbtp_core.errors import DeadlineExceeded, KbtpError, Malformed, SessionClosed, SessionRefused
+from kbtp_core.errors import DeadlineExceeded, KbtpError, SessionClosed, SessionRefused
 from kbtp_core.fabric.api import PUT_RESULT, Array, Fabric, Region
 from kbtp_core.protocol.constants import NO_STATUS, Capability, Status, status_name
 from kbtp_core.protocol.initiator import HelloParameters
@@ -32,7 +31,9 @@ from kbtp_core.session import InitiatorSession
 from kbtp_core.session.calls import StoreCalls
 from kbtp_core.session.keyed import PutBatch, is_kept, is_settled
 from kbtp_core.store.item_status import ItemStatus, item_statuses
+from kbtp_core.store.link_errors import Failing, Refused, TenantRefused, Unavailable
 from kbtp_core.store.places import Places
+from kbtp_core.store.regions import regions_of
 
 _log = logging.getLogger(__name__)
 
@@ -46,10 +47,6 @@ _UNAVAILABLE: Final = int(ItemStatus.UNAVAILABLE)
 _DURABLE, _PIN = int(PublishFlag.DURABLE), int(PublishFlag.PIN)
 _TOUCH, _PROMOTE = int(LookupFlag.TOUCH), int(LookupFlag.PROMOTE)
 _STALE: Final = (int(Status.STALE_GENERATION), int(Status.NOT_BOUND))
-
-
-class Unavailable(KbtpError):
-    """A store can't be reached; the text says how it was tried."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +102,7 @@ class Link:
         self._calls: StoreCalls | None = None  # of the session, for the usual case
         self._pause_s = 0.0
         self._retry_at = 0.0
-        self._failure = ""
+        self._failure: KbtpError = KbtpError("it was never tried")
         self._is_closed = False
 
     # Sessions --------------------------------------------------------------------------------------------------------
@@ -122,17 +119,21 @@ class Link:
                 return self._session
             now = time.monotonic()
             if now < self._retry_at:
-                raise Unavailable(f"{self.name} can't be reached, and is tried again in {self._retry_at - now:.1f} s: {self._failure}")
+                raise self._unreached(f", and is tried again in {self._retry_at - now:.1f} s")
             self._drop_session()
             try:
                 self._session = self._connect(deadline)
             except (SessionClosed, DeadlineExceeded, SessionRefused) as error:
                 self._pause_s = min(max(2 * self._pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
                 self._retry_at = time.monotonic() + self._pause_s
-                self._failure = str(error)
-                raise Unavailable(f"{self.name} can't be reached: {error}") from error
+                self._failure = error
+                raise self._unreached("") from error
             self._pause_s = 0.0
             return self._session
+
+    def _unreached(self, when: str) -> Unavailable:
+        kind, what = (Refused, "refuses this client") if isinstance(self._failure, TenantRefused) else (Unavailable, "can't be reached")
+        return kind(f"{self.name} {what}{when}: {self._failure}")
 
     def _connect(self, deadline: float) -> InitiatorSession:
         options = self._options
@@ -152,7 +153,13 @@ class Link:
             if not session.target.capabilities & Capability.STORE:
                 raise SessionRefused(f"{self.name} is a KBTP target without a store: point the client at a `kbtp serve`")
             space = self._space
-            session.set_namespace(space.tenant, space.namespace, deadline=time.monotonic() + limit, ttl_s=space.ttl_s).wait()
+            named = session.set_namespace(space.tenant, space.namespace, deadline=time.monotonic() + limit, ttl_s=space.ttl_s).wait()
+            if named.status == Status.NOT_PERMITTED:
+                raise TenantRefused(
+                    f"it does not let trust domain {options.trust_domain!r} use the values of tenant {space.tenant:016x}: "
+                    "use a namespace of a tenant of the domain, or name the tenant in the domain's line of the store's secret file"
+                )
+            self._check(named.status)
         except KbtpError:
             session.close(0.5)
             raise
@@ -201,7 +208,7 @@ class Link:
         if statuses is None:
             return np.zeros(len(lengths), np.uint8), lengths
         status = item_statuses(statuses)
-        with _failing(status, self.name):
+        with Failing(status, self.name):
             if error is not None:
                 raise error
         return status, lengths
@@ -216,7 +223,7 @@ class Link:
         if results is None:
             return np.zeros(len(keys), np.uint8)
         status = self._settle_put(calls.session, ids, handles, results)
-        with _failing(status, self.name):
+        with Failing(status, self.name):
             if error is not None:
                 raise error
         return status
@@ -226,7 +233,7 @@ class Link:
         calls = self._calls
         if calls is None:
             return None
-        with _failing(np.empty(0, np.uint8), self.name):
+        with Failing(np.empty(0, np.uint8), self.name):
             return calls.look_up(keys, (_TOUCH if touch else 0) | (_PROMOTE if promote else 0), deadline)
         return np.zeros(len(keys), np.int64)
 
@@ -238,7 +245,7 @@ class Link:
         if at_once is not None:
             return at_once
         flags = (_TOUCH if touch else 0) | (_PROMOTE if promote else 0)
-        with _failing(np.empty(0, np.uint8), self.name):
+        with Failing(np.empty(0, np.uint8), self.name):
             found = self.session(deadline).lookup(ids, self._space.tenant, deadline=deadline, flags=flags).wait().items
             self._keep(ids, found)
             return np.where(found["tier"] == Tier.ABSENT, 0, found["data_length"]).astype(np.int64)
@@ -255,7 +262,7 @@ class Link:
         handles: NDArray[np.uint64] = np.empty(count, np.uint64)
         generations: NDArray[np.uint16] = np.empty(count, np.uint16)
         is_known: NDArray[np.bool_] = np.empty(count, np.bool_)
-        with _failing(status, self.name):
+        with Failing(status, self.name):
             session = self.session(deadline)
             if self._cache.find(ids, handles, generations, is_known) == count:
                 self._load(session, slice(None), handles, generations, places, deadline, status, lengths)
@@ -365,7 +372,7 @@ class Link:
         flags = (_DURABLE if durable else 0) | (_PIN if pin else 0)
         if not len(ids):
             return status
-        with _failing(status, self.name):
+        with Failing(status, self.name):
             session = self.session(deadline)
             if not self._handles.count:
                 status[:] = ItemStatus.NO_SPACE
@@ -507,7 +514,7 @@ class Link:
     def pin(self, ids: Ids, deadline: float, *, lease_ms: int, is_pinned: bool) -> NDArray[np.uint8]:
         """Keep values from being evicted for so long, or let them go; an ItemStatus each."""
         status: NDArray[np.uint8] = np.full(len(ids), ItemStatus.UNAVAILABLE, np.uint8)
-        with _failing(status, self.name):
+        with Failing(status, self.name):
             session = self.session(deadline)
             found = session.lookup(ids, self._space.tenant, deadline=deadline, flags=int(LookupFlag.PROMOTE)).wait().items
             at = np.flatnonzero((found["tier"] == Tier.RAM) | (found["tier"] == Tier.PROMOTING))
@@ -543,55 +550,3 @@ class Link:
             raise SessionClosed(f"{self.name} did not answer")
         if status != Status.OK:
             raise KbtpError(f"{self.name} refuses that: {status_name(status)}")
-
-
-def regions_of(
-    session: InitiatorSession, places: Places
-) -> Iterator[tuple[NDArray[np.intp] | slice, Region, NDArray[np.int64] | int, NDArray[np.uint32] | int]]:
-    """Register the places; (which values, region, their offsets in it, their octets) for each group of equal values."""
-    pieces = places.addresses.shape[1]
-    if len(places) == 1 and pieces == 1:
-        yield slice(None), _register(session, places.addresses.reshape(-1), int(places.lengths[0, 0]), places.owner), 0, places.lengths[0]
-        return
-    lengths = places.lengths
-    if (lengths == lengths[0]).all():
-        groups: list[NDArray[np.intp] | slice] = [slice(None)]
-    else:
-        _, which = np.unique(lengths, axis=0, return_inverse=True)
-        which = which.reshape(-1)
-        groups = [np.flatnonzero(which == number) for number in range(int(which.max()) + 1)]
-    for group in groups:
-        addresses, sizes = places.addresses[group], lengths[group][0].astype(np.int64)
-        page = int(np.gcd.reduce(sizes))
-        total = int(sizes.sum())
-        if page == 0:
-            continue
-        if pieces > 1 and (sizes != page).any():
-            steps = [np.arange(0, size, page, dtype=np.uint64) for size in sizes.tolist()]
-            addresses = np.concatenate([addresses[:, [at]] + step for at, step in enumerate(steps)], axis=1)
-        region = _register(session, np.ascontiguousarray(addresses).reshape(-1), page, places.owner)
-        yield group, region, np.arange(len(addresses), dtype=np.int64) * total, total
-
-
-def _register(session: InitiatorSession, addresses: NDArray[np.uint64], page_bytes: int, owner: object) -> Region:
-    return session.register_pages(addresses, page_bytes, owner)
-
-
-class _failing:  # noqa: N801 - reads as a statement
-    """What ends a batch as a whole is the status of the items that have no other yet."""
-
-    def __init__(self, status: NDArray[np.uint8], name: str) -> None:
-        self._status = status
-        self._name = name
-
-    def __enter__(self) -> None:
-        """Nothing to do yet."""
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
-        if isinstance(error, DeadlineExceeded):
-            self._status[self._status == ItemStatus.UNAVAILABLE] = ItemStatus.TIMED_OUT
-        elif isinstance(error, (Unavailable, SessionClosed)):
-            _log.debug("%s: %s", self._name, error)
-        elif isinstance(error, Malformed):
-            _log.warning("%s broke the protocol: %s", self._name, error)
-        return isinstance(error, (DeadlineExceeded, Unavailable, SessionClosed, Malformed))

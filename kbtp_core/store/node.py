@@ -58,6 +58,7 @@ class StoreNode:
         self._is_draining = False
         self._pools: dict[int, RamStore] = {}
         self._budget = RamBudget(settings.ram)
+        self._domains = settings.domains()  # the same for all pools, whatever becomes of the file
         with contextlib.ExitStack() as opened:
             self.quotas: Final = _quotas(settings)
             self.disk: Final = self._open_disks(opened)
@@ -231,7 +232,8 @@ class StoreNode:
             settings.ram,
             options=options,
             name=settings.name or settings.listen,
-            secrets=settings.secrets() or None,
+            secrets={name: domain.secret for name, domain in self._domains.items()} or None,
+            tenants={name: domain.tenants for name, domain in self._domains.items()} or None,
             disk=self.disk,
         )
         self._budget.add(store)

@@ -65,6 +65,11 @@ class QuotaTable:
         return self.ledger.refused_count
 
 
+def tenant_named(text: str) -> int:
+    """The id of a tenant that an operator names: by 16 hexadecimal digits, its id, or by its name."""
+    return int(text, 16) if re.fullmatch("[0-9a-f]{16}", text) else tenant_id(text.encode())
+
+
 def parse_quotas(text: str, name: str = "quotas", default_limit: int = UNLIMITED) -> tuple[dict[int, int], int]:
     """Limits by tenant id, and the default. Raises ConfigError naming the line."""
     limits: dict[int, int] = {}
@@ -78,7 +83,7 @@ def parse_quotas(text: str, name: str = "quotas", default_limit: int = UNLIMITED
         if tenant == "*":
             default_limit = octets
             continue
-        key = int(tenant, 16) if re.fullmatch("[0-9a-f]{16}", tenant) else tenant_id(tenant.encode())
+        key = tenant_named(tenant)
         if key in limits:
             raise ConfigError(f"{name}, line {number}: tenant {tenant} was listed before")
         limits[key] = octets

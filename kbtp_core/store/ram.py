@@ -11,7 +11,9 @@ the two from a block size and a budget, and stands between them as `protocol.key
 from __future__ import annotations
 
 import contextlib
+import logging
 import mmap
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,10 +38,13 @@ if TYPE_CHECKING:
     from kbtp_core.protocol.partition import DirectPolicy
     from kbtp_core.store.disk import DiskEngine
 
+_log = logging.getLogger(__name__)
+
 NO_LIMIT: Final = 0xFFFF_FFFF_FFFF_FFFF
 """As a tenant's octets: as many as there is room for."""
 STORE_OWNER: Final = 1 << 63
 """Owns the store's entries, where sessions have their numbers."""
+_REFUSALS_EVERY_S: Final = 10.0
 _ON_DISK: Final = 1 << 63
 """Added to cursors of lists that have reached the disk."""
 _DIRTY: Final = 1
@@ -78,7 +83,11 @@ class RamPeer:
 
     def __init__(self, store: RamStore, session: TargetSession) -> None:
         self._store = store
-        self.native = _native.KeyedSession(store.native)
+        assert session.hello is not None
+        self._domain = session.hello.trust_domain
+        self._tenants = None if store.tenants is None else store.tenants.get(self._domain, frozenset())
+        self.is_limited: Final = self._tenants is not None
+        self.native = _native.KeyedSession(store.native, None if self._tenants is None else list(self._tenants))
         ack = session.ack
         assert ack is not None
         self._grant = StoreGrant(
@@ -90,6 +99,17 @@ class RamPeer:
             usage=store.pool.usage_cell(session.number),
             keyed=self.native,
         )
+
+    def may_use(self, tenant: int) -> bool:
+        is_allowed = self._tenants is None or tenant in self._tenants
+        if not is_allowed:
+            self._store.note_refusal(self._domain, tenant)
+        return is_allowed
+
+    def pin(self, handles: NDArray[np.uint64], generations: NDArray[np.uint16], wanted: bool, lease_ms: int) -> NDArray[np.uint16]:
+        statuses = np.zeros(len(handles), np.uint16)
+        self.native.pin(handles, generations, wanted, lease_ms, statuses)
+        return statuses
 
     def set_namespace(self, tenant: int, namespace: int, ttl_s: int) -> None:
         self.native.set_space(tenant, namespace, ttl_s or self._store.options.default_ttl_s)
@@ -105,7 +125,8 @@ class RamPeer:
 class RamStore:
     """At most `ram_bytes // block_bytes` values of at most `block_bytes` octets each. See the module; any thread.
 
-    With `disk`, which stays the caller's, values go on to that engine until `close`. Other arguments are those of `protocol.Target`.
+    With `disk`, which stays the caller's, values go on to that engine until `close`. `tenants` says whose values each trust domain may
+    use: ids, or None for everybody's; a domain that is not there may use nobody's. Other arguments are those of `protocol.Target`.
     """
 
     def __init__(
@@ -117,6 +138,7 @@ class RamStore:
         name: str = "kbtp-store",
         incarnation: int | None = None,
         secrets: Mapping[str, bytes] | None = None,
+        tenants: Mapping[str, frozenset[int] | None] | None = None,
         trust_domains: frozenset[str] | None = None,
         direct: DirectPolicy | None = None,
         crc32c: Callable[[bytes], int] | None = None,
@@ -127,7 +149,9 @@ class RamStore:
         self.block_bytes: Final = block_bytes
         self.block_count: Final = ram_bytes // block_bytes
         self.options: Final = options
+        self.tenants: Final = None if tenants is None else dict(tenants)
         self.wake: Callable[[], None] | None = None
+        self._refused_at: dict[str, float] = {}
         self._siblings: tuple[RamStore, ...] = ()
         self._area: Final = _pages(self.block_count * block_bytes)
         self.memory: Final[NDArray[np.uint8]] = np.frombuffer(self._area, np.uint8)
@@ -293,10 +317,15 @@ class RamStore:
             if not cursor:
                 return total
 
-    def pin(self, handles: NDArray[np.uint64], generations: NDArray[np.uint16], wanted: bool, lease_ms: int) -> NDArray[np.uint16]:
-        statuses = np.zeros(len(handles), np.uint16)
-        self.native.pin(handles, generations, wanted, lease_ms, statuses)
-        return statuses
+    def tenant_of(self, index: int) -> int | None:
+        return self.native.tenant_of(index)
+
+    def note_refusal(self, domain: str, tenant: int) -> None:
+        """Log that a client wanted what it may not have, once in a while for each trust domain."""
+        now = time.monotonic()
+        if now - self._refused_at.get(domain, -_REFUSALS_EVERY_S) >= _REFUSALS_EVERY_S:
+            self._refused_at[domain] = now
+            _log.warning("trust domain %r may not use tenant %016x: its line in the secret file says which it may", domain, tenant)
 
     def list(self, tenant: int, namespace: int, cursor: int, limit: int) -> tuple[int, NDArray[Any]]:
         if cursor >= _ON_DISK:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ipaddress
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,6 +18,7 @@ from typing_extensions import Self
 
 from kbtp_core.config import Settings
 from kbtp_core.errors import ConfigError
+from kbtp_core.store.quota import tenant_named
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -50,6 +52,15 @@ Address = Annotated[str, BeforeValidator(_check_address)]
 """host:port"""
 
 
+@dataclass(frozen=True)
+class TrustDomain:
+    """What a line of the secret file says."""
+
+    secret: bytes
+    tenants: frozenset[int] | None
+    """Ids of the tenants whose values its clients may use; None: everybody's."""
+
+
 class StoreSettings(Settings):
     """Every setting of a store."""
 
@@ -77,7 +88,8 @@ class StoreSettings(Settings):
     quota_file: Path | None = Field(None, description="Committed octets for each tenant; read again on SIGHUP.")
     quota_default: ByteSize = Field(ByteSize(0), description="For tenants that the file does not name; 0: no limit.")
     secret_file: Path | None = Field(
-        None, description="Trust domains and their secrets, `DOMAIN SECRET` on each line; clients must prove one."
+        None,
+        description="Trust domains, their secrets and tenants, `DOMAIN SECRET [tenants=A,B]` on each line; clients must prove one.",
     )
     sessions: int = Field(1024, ge=1, le=65536, description="Clients that are served at once.")
     session_quota: ByteSize = Field(ByteSize(64 << 20), ge=1 << 16, description="RAM that one client's unpublished values may hold.")
@@ -113,16 +125,24 @@ class StoreSettings(Settings):
 
     def secrets(self) -> dict[str, bytes]:
         """Trust domains and their secrets. Raises ConfigError naming the line."""
+        return {name: domain.secret for name, domain in self.domains().items()}
+
+    def domains(self) -> dict[str, TrustDomain]:
+        """What is said of each trust domain. Raises ConfigError naming the line."""
         if self.secret_file is None:
             return {}
-        found: dict[str, bytes] = {}
+        found: dict[str, TrustDomain] = {}
         for number, line in enumerate(_read(self.secret_file, "secret_file").splitlines(), 1):
             if not line.strip() or line.lstrip().startswith("#"):
                 continue
-            parts = line.split(maxsplit=1)
-            if len(parts) != 2 or parts[0] in found:
-                raise ConfigError(f"secret_file {self.secret_file}, line {number}: each line is `DOMAIN SECRET`, each domain once.")
-            found[parts[0]] = parts[1].strip().encode()
+            name, *rest = line.split(maxsplit=1)
+            secret, tenants = _split_tenants(rest[0].strip() if rest else "", name)
+            if not secret or not tenants or name in found:
+                raise ConfigError(
+                    f"secret_file {self.secret_file}, line {number}: each line is `DOMAIN SECRET`, or `DOMAIN SECRET tenants=A,B`, "
+                    "each domain once."
+                )
+            found[name] = TrustDomain(secret.encode(), None if "*" in tenants else frozenset(map(tenant_named, tenants)))
         if not found:
             raise ConfigError(
                 f"secret_file {self.secret_file} has no secret in it; write lines `DOMAIN SECRET`, or leave the setting away."
@@ -142,6 +162,14 @@ def read_settings(flags: Mapping[str, Any], file: Path | None) -> tuple[StoreSet
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"{file} is no TOML: {error}.") from None
     return StoreSettings.read_layers(layers)
+
+
+def _split_tenants(text: str, domain: str) -> tuple[str, list[str]]:
+    """(Secret, names of tenants) of what stands behind a domain; without any it is the tenant of the domain's name."""
+    secret, _, last = text.rpartition(" ")
+    if not last.startswith("tenants="):
+        return text, [domain]
+    return secret.strip(), [name for name in last.removeprefix("tenants=").split(",") if name]
 
 
 def _read(path: Path, what: str) -> str:

@@ -43,7 +43,7 @@ class Got:
 
 class World:
     def __init__(self, blocks: int = 8, **options: Any) -> None:
-        store = {name: options.pop(name) for name in ("trust_domains", "direct", "disk") if name in options}
+        store = {name: options.pop(name) for name in ("trust_domains", "tenants", "direct", "disk") if name in options}
         options.setdefault("session_handles", 64)
         self.store = RamStore(BLOCK, blocks * BLOCK, options=RamOptions(**options), incarnation=5, **store)
         self.peers: list[Peer] = []

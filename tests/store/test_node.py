@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kbtp_core.client import Client, ItemStatus
 from kbtp_core.errors import ConfigError, KbtpError
 from kbtp_core.fabric.api import FabricError
+from kbtp_core.store.identity import tenant_id
 from kbtp_core.store.link import LinkOptions
 from kbtp_core.store.node import StoreNode
 from kbtp_core.store.node_metrics import METRICS
@@ -205,7 +206,7 @@ def test_every_way_to_write_gives_back_what_was_put(world: World, settings: dict
 
 def test_a_stranger_without_the_secret_gets_nothing(world: World, tmp_path: Path) -> None:
     secrets = tmp_path / "secrets"
-    secrets.write_text("prod sesame\n")
+    secrets.write_text("prod sesame tenants=ns\n")
     world.start(secret_file=secrets)
     assert world.client(secret=b"sesame", trust_domain="prod").put(["k"], [b"v"]).tolist() == [OK]
     for options in ({}, {"secret": b"wrong", "trust_domain": "prod"}, {"secret": b"sesame", "trust_domain": "other"}):
@@ -213,6 +214,37 @@ def test_a_stranger_without_the_secret_gets_nothing(world: World, tmp_path: Path
         assert stranger.get(["k"], [bytearray(1)]).status.tolist() == [ItemStatus.UNAVAILABLE]
         with pytest.raises(KbtpError, match="UNAUTHENTICATED"):
             stranger.remove_all()
+
+
+def test_a_client_of_a_trust_domain_has_the_tenants_of_the_domain_alone(
+    world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    secrets = tmp_path / "secrets"
+    secrets.write_text(f"prod sesame\ntest mole  tenants=ns,{tenant_id(b'other'):016x}\nops rabbit tenants=*\n")
+    world.start(secret_file=secrets)
+
+    def client(domain: str, secret: bytes, namespace: bytes, block_bytes: int = PAGE) -> Client:
+        return world.client(namespace, secret=secret, trust_domain=domain, block_bytes=block_bytes)
+
+    for domain, secret, namespace in (("prod", b"sesame", b"prod"), ("test", b"mole", b"ns"), ("test", b"mole", b"other")):
+        assert client(domain, secret, namespace).put(["k"], [b"v"]).tolist() == [OK]
+        assert client("ops", b"rabbit", namespace).exists(["k"]).tolist() == [True]
+    secrets.unlink()  # what it said holds for pools that are made later, too
+    for block_bytes in (PAGE, 4096):
+        stranger = client("prod", b"sesame", b"ns", block_bytes)
+        assert stranger.put(["l"], [b"v"]).tolist() == [ItemStatus.REFUSED]
+        assert stranger.get(["k"], [bytearray(1)]).status.tolist() == [ItemStatus.REFUSED]
+        assert stranger.exists(["k"]).tolist() == [False]
+        with pytest.raises(KbtpError, match=f"'prod' use the values of tenant {tenant_id(b'ns'):016x}: use a namespace of a tenant"):
+            stranger.remove_all()
+        with pytest.raises(KbtpError, match="refuses this client"):
+            stranger.remove(["k"])
+        with pytest.raises(KbtpError, match="refuses this client"):
+            list(stranger.list())
+    assert client("ops", b"rabbit", b"ns").exists(["k", "l"]).tolist() == [True, False]
+    lines = [line for line in caplog.messages if "'prod' may not use tenant" in line]
+    assert len(lines) == 2  # one for each pool
+    assert f"{tenant_id(b'ns'):016x}" in lines[0]
 
 
 def test_every_metric_is_declared_and_told(world: World) -> None:

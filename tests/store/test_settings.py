@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from kbtp_core.errors import ConfigError
+from kbtp_core.store.identity import tenant_id
 from kbtp_core.store.settings import StoreSettings, parse_address, read_settings
 
 
@@ -85,7 +86,23 @@ def test_secrets_come_from_their_file_and_are_never_shown(tmp_path: Path) -> Non
     path = tmp_path / "secrets"
     path.write_text("# domain secret\nprod  one two \ntest three\n")
     assert StoreSettings(secret_file=path).secrets() == {"prod": b"one two", "test": b"three"}
-    for text, message in (("prod", "line 1"), ("a b\na c", "line 2"), ("\n", "no secret in it")):
+    for text, message in (
+        ("prod", "line 1"),
+        ("a b\na c", "line 2"),
+        ("\n", "no secret in it"),
+        ("a b\nc d tenants=", "line 2"),
+        ("prod tenants=a", "line 1"),
+    ):
         path.write_text(text)
         with pytest.raises(ConfigError, match=message):
             StoreSettings(secret_file=path).secrets()
+
+
+def test_a_trust_domain_has_the_tenant_of_its_name_or_those_that_its_line_names(tmp_path: Path) -> None:
+    path = tmp_path / "secrets"
+    path.write_text("prod\tone two\ntest three four  tenants=a,00000000000000ff\nops five tenants=*\n")
+    domains = StoreSettings(secret_file=path).domains()
+    assert {name: domain.secret for name, domain in domains.items()} == {"prod": b"one two", "test": b"three four", "ops": b"five"}
+    assert domains["prod"].tenants == {tenant_id(b"prod")}
+    assert domains["test"].tenants == {tenant_id(b"a"), 0xFF}
+    assert domains["ops"].tenants is None
