@@ -187,6 +187,11 @@ class InitiatorSession(KeyedCalls):
         return ack
 
     @property
+    def own_handles(self) -> list[tuple[int, int]]:
+        """Base and count of the handles that may be bound at once: as many as there is quota for."""
+        return [(self.target.handle_base, min(self.target.handle_count, self.target.quota))]
+
+    @property
     def is_open(self) -> bool:
         return self._core.is_ready
 

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from kbtp_core.errors import KbtpError, SessionClosed, SessionRefused
 from kbtp_core.protocol.hello import HelloAck
@@ -17,6 +17,13 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0
 
 _log = logging.getLogger(__name__)
 At = TypeVar("At")
+
+
+class HasEnd(Protocol):
+    """A batch, of whatever kind."""
+
+    @property
+    def done(self) -> bool: ...
 
 
 class Stripe:
@@ -29,7 +36,7 @@ class Stripe:
         self._thread: threading.Thread | None = None
         self._is_closed = False
         self._next_try, self._pause_s = 0.0, FIRST_PAUSE_S
-        self._under_way: deque[tuple[LoadBatch, int]] = deque()
+        self._under_way: deque[tuple[HasEnd, int]] = deque()
         self.posted_bytes = 0
 
     @property
@@ -61,9 +68,13 @@ class Stripe:
         if session is None or not session.is_open:
             raise SessionClosed("the stripe that has these handles is lost, and their blocks are freed")
         batch = post(session, at)
+        self.note(batch, octets)
+        return batch
+
+    def note(self, batch: HasEnd, octets: int) -> None:
+        """A batch of so many octets was posted."""
         self._under_way.append((batch, octets))
         self.posted_bytes += octets
-        return batch
 
     def connect(self, like: HelloAck) -> bool:
         """Connect now, to the same life of the same target as `like` tells of; whether that was possible."""

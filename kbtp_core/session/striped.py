@@ -34,6 +34,7 @@ from kbtp_core.session.initiator import BUFFER_ACCESS, InitiatorSession, LoadBat
 from kbtp_core.session.stripe import Stripe
 from kbtp_core.session.stripe_batch import Part, Places, Requests, StripedBatch
 from kbtp_core.session.stripe_region import StripedRegion
+from kbtp_core.session.striped_keyed import StripedKeyed
 
 SPLIT_BYTES = 256 << 10
 """A batch takes another stripe for every so many octets."""
@@ -43,10 +44,11 @@ _Post = Callable[[InitiatorSession, Places], LoadBatch]
 _Route = tuple[Stripe, Places]
 
 
-class StripedSession:
+class StripedSession(StripedKeyed):
     """As `InitiatorSession`, without the direct modes; made by `connect`."""
 
     def __init__(self, stripes: Sequence[Stripe], first: InitiatorSession) -> None:
+        super().__init__()
         self._stripes = stripes
         self._lock = threading.Lock()  # of all below, and of the stripes' bookkeeping
         self._writes: list[StripedBatch] = []
@@ -99,6 +101,11 @@ class StripedSession:
     def ranges(self) -> list[tuple[int, int]]:
         """Base and count of the handles that this session may bind: one range a stripe, each once."""
         return [*dict.fromkeys(stripe.handles for stripe in self._stripes if stripe.session is not None)]
+
+    @property
+    def own_handles(self) -> list[tuple[int, int]]:
+        """See `InitiatorSession.own_handles`; of the open stripes."""
+        return [run for session in self._open() for run in session.own_handles]
 
     @property
     def quota(self) -> int:

@@ -11,12 +11,13 @@ Rules:
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +28,7 @@ from kbtp_core.fabric.api import PUT_RESULT, Array, Fabric, Region
 from kbtp_core.protocol.constants import NO_STATUS, Capability, Status, status_name
 from kbtp_core.protocol.initiator import HelloParameters
 from kbtp_core.protocol.keyed import NO_HANDLE, Ids, LookupFlag, PublishFlag, Tier
-from kbtp_core.session import InitiatorSession
+from kbtp_core.session import InitiatorSession, StripedSession
 from kbtp_core.session.calls import StoreCalls
 from kbtp_core.session.keyed import PutBatch, is_kept, is_settled
 from kbtp_core.store.item_status import ItemStatus, item_statuses
@@ -63,6 +64,8 @@ class LinkOptions:
     """Blocks that values may hold that are on their way."""
     outstanding: int = 1024
     inline_bytes: int = 1 << 16
+    stripes: int = 1
+    """Connections to each store: more than one where a single one is slower than the network between."""
 
 
 @dataclass(frozen=True)
@@ -77,12 +80,37 @@ class SpaceOf:
 
 
 class _Handles:
-    """Handles of one session for values on their way to the store. Under the link's lock."""
+    """Handles of a session for values on their way to the store, at most so many. Under the link's lock."""
 
-    def __init__(self, base: int, count: int) -> None:
-        self.count: Final = count
-        self.free = list(range(base, base + count))
+    def __init__(self, runs: list[tuple[int, int]], most: int) -> None:
+        self._most_each = -(-most // max(1, len(runs)))
+        self._runs: list[tuple[int, int]] = []
+        self.free: list[int] = []
         self.doubtful: list[int] = []
+        self.update(runs)
+
+    @property
+    def count(self) -> int:
+        return sum(count for _, count in self._runs)
+
+    def update(self, runs: list[tuple[int, int]]) -> None:
+        """The session has these now, base and count each: a connection that was made anew has others."""
+        runs = [(base, min(count, self._most_each)) for base, count in runs]
+        if runs == self._runs:
+            return
+        new = [range(base, base + count) for base, count in runs if (base, count) not in self._runs]
+        self._runs = runs
+        self.free, self.doubtful = self._own(self.free), self._own(self.doubtful)
+        # In turns, so that a batch takes some of each connection.
+        self.free += [handle for turn in itertools.zip_longest(*new) for handle in turn if handle is not None]
+
+    def give_back(self, free: list[int], doubtful: list[int]) -> None:
+        """Those that are not the session's any more are dropped."""
+        self.free += free if len(self._runs) == 1 else self._own(free)
+        self.doubtful += doubtful if len(self._runs) == 1 else self._own(doubtful)
+
+    def _own(self, handles: list[int]) -> list[int]:
+        return [handle for handle in handles if any(0 <= handle - base < count for base, count in self._runs)]
 
 
 class Link:
@@ -98,7 +126,7 @@ class Link:
         self._lock = threading.Lock()  # of all below; held while connecting, too
         self._changed = threading.Condition(self._lock)
         self._session: InitiatorSession | None = None
-        self._handles = _Handles(0, 0)
+        self._handles = _Handles([], 0)
         self._calls: StoreCalls | None = None  # of the session, for the usual case
         self._pause_s = 0.0
         self._retry_at = 0.0
@@ -148,7 +176,7 @@ class Link:
             client_name=options.client_name,
             trust_domain=options.trust_domain,
         )
-        session = InitiatorSession.connect(self._fabric, *self._address, parameters, deadline_s=limit, secret=options.secret)
+        session = self._open_session(parameters, limit)
         try:
             if not session.target.capabilities & Capability.STORE:
                 raise SessionRefused(f"{self.name} is a KBTP target without a store: point the client at a `kbtp serve`")
@@ -163,15 +191,31 @@ class Link:
         except KbtpError:
             session.close(0.5)
             raise
-        base, granted = session.target.handle_base, min(session.target.handle_count, session.target.quota, options.quota)
-        if options.quota and not granted:
-            _log.warning("%s has promised its memory to other clients and refuses puts: give it more RAM, or close clients", self.name)
-        share = granted // 2
-        own = np.arange(base, base + share, dtype=np.uint64)
-        self._calls = StoreCalls.create(session, self._cache, space.id_prefix, space.tenant, own)
-        self._handles = _Handles(base, granted) if self._calls is None else _Handles(base + share, granted - share)
+        self._share_handles(session)
         self._cache.clear()  # another session may be with another incarnation, whose generations mean nothing
         return session
+
+    def _open_session(self, parameters: HelloParameters, limit_s: float) -> InitiatorSession:
+        stripes, secret = self._options.stripes, self._options.secret
+        if stripes == 1:
+            return InitiatorSession.connect(self._fabric, *self._address, parameters, deadline_s=limit_s, secret=secret)
+        striped = StripedSession.connect(self._fabric, *self._address, parameters, stripes=stripes, deadline_s=limit_s, secret=secret)
+        return cast(InitiatorSession, striped)  # it has all calls that are made here
+
+    def _share_handles(self, session: InitiatorSession) -> None:
+        """Half of them are for calls that the provider makes by itself."""
+        runs, most = session.own_handles, self._options.quota
+        if most and not any(count for _, count in runs):
+            _log.warning("%s has promised its memory to other clients and refuses puts: give it more RAM, or close clients", self.name)
+        self._calls = None
+        if self._options.stripes == 1:
+            (base, count), space = runs[0], self._space
+            count = min(count, most)
+            share = np.arange(base, base + count // 2, dtype=np.uint64)
+            self._calls = StoreCalls.create(session, self._cache, space.id_prefix, space.tenant, share)
+            if self._calls is not None:
+                runs, most = [(base + len(share), count - len(share))], count - len(share)
+        self._handles = _Handles(runs, most)
 
     def _drop_session(self) -> None:
         if self._session is not None:
@@ -472,6 +516,8 @@ class Link:
                 if self._session is not session:
                     raise SessionClosed(f"the session with {self.name} has ended")
                 own = self._handles
+                if self._options.stripes > 1:
+                    own.update(session.own_handles)
                 if own.free:
                     taken = own.free[-wanted:]
                     del own.free[-wanted:]
@@ -490,9 +536,8 @@ class Link:
         """Handles that a put has used; those that are not `is_free` are doubtful, and with None there are none of them."""
         with self._lock:
             if self._session is session:
-                self._handles.free.extend((handles if is_free is None else handles[is_free]).tolist())
-                if is_free is not None:
-                    self._handles.doubtful.extend(handles[~is_free].tolist())
+                free, doubtful = (handles.tolist(), []) if is_free is None else (handles[is_free].tolist(), handles[~is_free].tolist())
+                self._handles.give_back(free, doubtful)
                 self._changed.notify_all()
 
     def _free(self, session: InitiatorSession, handles: list[int], deadline: float) -> None:
