@@ -57,6 +57,7 @@ from kbtp_core.session.exposure import ExposedMemory
 from kbtp_core.session.fence import DrainFence, StoreFence, is_reading
 from kbtp_core.session.native import create_executor, store_grant
 from kbtp_core.session.posting import PostBatch
+from kbtp_core.session.runs import GREETING_ID, first_run, split_loads
 from kbtp_core.session.slots import ReceiveRows, SendRows
 
 _log = logging.getLogger(__name__)
@@ -66,8 +67,8 @@ SMALLEST_RECEIVE_BYTES: Final = 640
 READS_IN_FLIGHT: Final = 16
 TURN_COST: Final = 128  # of one session; a completion costs 1, one of many that are taken together a part of that
 _RUN_COST: Final = 1 / 16
-_GREETING_ID: Final = 1 << 32  # wr_id of the receive for a HELLO
 _IDLE_LEAST_S: Final = 1.0  # a session that was used less long ago does not make room
+_SILENT_LEAST_S: Final = 0.1  # nor does a connection so young that has not said HELLO
 _IDLE_WAIT_S: Final = 0.25  # how late an overdue HELLO may be noticed
 _DRAIN_WAIT_S: Final = 0.001  # how often readers of cleared blocks are asked for
 _ANSWER_BYTES: Final = 64
@@ -92,7 +93,7 @@ class _Connection:
             send_depth=self.send_depth, receive_depth=limits.outstanding + SPARE_RECEIVES + 2, startup_timeout_s=core.hello_timeout_s
         )
         try:
-            self.greetings = ReceiveRows(self.pd, 1, HELLO_LIMIT_BYTES, _GREETING_ID)
+            self.greetings = ReceiveRows(self.pd, 1, HELLO_LIMIT_BYTES, GREETING_ID)
             self.greeting_answers = SendRows(self.pd, 2, HELLO_ACK_LIMIT_BYTES)
             self.answers = SendRows(self.pd, self.send_depth, _ANSWER_BYTES)
             self.qp: QueuePair = request.create_qp(self.pd, core.cq, queue)
@@ -150,7 +151,7 @@ class _Connection:
         self.qp.accept()
 
     def on_receive(self, wr_id: int, length: int, now: float) -> None:
-        if wr_id == _GREETING_ID:
+        if wr_id == GREETING_ID:
             message = self.greetings.message(0, length)
         else:
             assert self.receives is not None
@@ -246,7 +247,7 @@ class _Connection:
                 count = min(room // 2, self.answers.free_count, len(effect.messages))
                 if not count:
                     return False
-                first, rest = _split(effect, count)
+                first, rest = split_loads(effect, count)
                 batch.add_loads(self.answers, first, self.pool_stag)
                 if rest is not None:
                     self.backlog[0] = rest
@@ -415,7 +416,7 @@ class TargetCore:
         return min(map(_wait_limit_s, self._pools))
 
     def admit(self, request: ConnectionRequest, now: float) -> None:
-        """Take a connection. If there are as many as may be, the one that has been idle longest makes room; if none is idle, reject it."""
+        """Take a connection. If there are as many as may be, one that says nothing makes room, or the one that has been idle longest."""
         if self.target.is_shutting_down or not self._has_room(now):
             _log.warning("rejected %s: %d sessions of %d", request.peer, len(self._connections), self.session_limit)
             request.reject()
@@ -441,9 +442,19 @@ class TargetCore:
         leaving_count = sum(connection.is_closing for connection in self._connections.values())
         if len(self._connections) - leaving_count < self.session_limit:
             return len(self._connections) < self.session_limit + max(1, self.session_limit // 4)
+        if leaving_count >= max(1, self.session_limit // 4):
+            return False
+        # Who has said nothing yet goes first: connections cost nothing to whoever makes many, sessions do.
+        silent = [one for one in self._connections.values() if not one.is_greeted and not one.is_closing]
+        oldest = min(silent, key=lambda connection: connection.hello_deadline, default=None)
+        if oldest is not None and oldest.hello_deadline - self.hello_timeout_s + _SILENT_LEAST_S <= now:
+            oldest.is_closing = True
+            _log.info("session of %s ends: it has said no HELLO yet, and another peer wants its place", oldest.peer)
+            oldest.qp.abort()
+            return True
         idle = [connection for connection in self._connections.values() if connection.is_idle and not connection.notice_native_use(now)]
         idle = [connection for connection in idle if now - connection.last_used >= _IDLE_LEAST_S]
-        if not idle or leaving_count >= max(1, self.session_limit // 4):
+        if not idle:
             return False
         connection = min(idle, key=lambda connection: connection.last_used)
         connection.is_closing = True
@@ -466,7 +477,7 @@ class TargetCore:
     def _take_turn(self, connection: _Connection, now: float) -> None:
         budget = float(TURN_COST)
         while connection.inbox and budget > 0:
-            run, length, rest = _first_run(connection.inbox.popleft(), int(budget) + 1)
+            run, length, rest = first_run(connection.inbox.popleft(), int(budget) + 1)
             if len(rest):
                 connection.inbox.appendleft(rest)
             if length == HEADER_BYTES:
@@ -564,33 +575,3 @@ def _wait_limit_s(target: Target) -> float:
     if target.direct is not None and target.has_open_partitions:
         return min(max(target.direct.ticket_timeout_s / 8, _DRAIN_WAIT_S), _IDLE_WAIT_S)
     return _IDLE_WAIT_S
-
-
-def _first_run(completions: Array, limit: int) -> tuple[Array, int, Array]:
-    """The first run of one session's completions, and what is left of them.
-
-    A run of several messages that have the length of a FREE, or of a LOAD, comes with that length; a run of anything else with zero.
-    Runs of FREEs are as long as they are, others have at most `limit` completions.
-    """
-    is_message = (completions["op"] == Op.RECEIVE) & (completions["wr_id"] < _GREETING_ID)
-    is_message &= completions["status"] == CompletionStatus.OK
-    length = np.where(is_message, completions["length"], 0)
-    length[(length != HEADER_BYTES) & (length != REQUEST_BYTES)] = 0
-    changes = np.flatnonzero(length[1:] != length[:-1])
-    stop = int(changes[0]) + 1 if len(changes) else len(completions)
-    kind = int(length[0]) if stop > 1 else 0
-    if kind != HEADER_BYTES:
-        stop = min(stop, limit)
-    return completions[:stop], kind, completions[stop:]
-
-
-def _split(effect: LoadMany, count: int) -> tuple[LoadMany, LoadMany | None]:
-    """The first `count` answers, and the rest. The token goes where the last Write is."""
-    if count == len(effect.messages):
-        return effect, None
-    is_last_behind = bool(np.count_nonzero(effect.lengths[count:]))
-
-    def part(at: slice, token: int) -> LoadMany:
-        return LoadMany(effect.messages[at], effect.requests[at], effect.block_offsets[at], effect.lengths[at], token)
-
-    return part(slice(0, count), 0 if is_last_behind else effect.token), part(slice(count, None), effect.token if is_last_behind else 0)

@@ -6,6 +6,7 @@ Each part counts for itself; a scrape asks it (`samples`). The tables say which 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
 from kbtp_core.fabric.counters import COUNTERS
@@ -75,7 +76,12 @@ _NODE: Final = (
     Metric("kbtp_store_ram_bytes", "gauge", "RAM that all pools have together.", ()),
     Metric("kbtp_store_pool_bytes", "gauge", "RAM that a pool has now.", ("block_bytes",)),
     Metric("kbtp_store_sessions", "gauge", "Clients."),
-    Metric("kbtp_store_tenant_bytes", "gauge", "Octets that a tenant keeps on disk, or in RAM where there is no disk.", ("tenant",)),
+    Metric(
+        "kbtp_store_tenant_bytes",
+        "gauge",
+        "Octets that a tenant keeps on disk, or in RAM where there is no disk; of tenants without limits the 100 largest, and `others`.",
+        ("tenant",),
+    ),
     Metric("kbtp_store_tenant_limit_bytes", "gauge", "Octets that a tenant may keep.", ("tenant",)),
     Metric("kbtp_rnic_queue_pairs", "gauge", "Connections of the software RNIC."),
 )
@@ -88,6 +94,18 @@ METRICS: Final[tuple[Metric, ...]] = (
     *(Metric(f"kbtp_disk_{name}", "gauge", text, ("disk",)) for name, text in _DISK_LEVELS.values()),
     *(Metric(f"kbtp_rnic_{name}_total", "counter", text) for name, text in COUNTERS.items()),
 )
+
+
+_TENANTS_SHOWN: Final = 100
+"""Beside those with limits: whoever may use the store could name millions."""
+
+
+def _shown(usage: dict[int, int], limits: Mapping[int, int]) -> list[tuple[str, int]]:
+    """The tenants with limits, the largest of the others, and the rest as one."""
+    others = sorted((tenant for tenant in usage if tenant not in limits), key=lambda tenant: usage[tenant], reverse=True)
+    shown = [tenant for tenant in usage if tenant in limits] + others[:_TENANTS_SHOWN]
+    rest = sum(usage[tenant] for tenant in others[_TENANTS_SHOWN:])
+    return [(f"{tenant:016x}", usage[tenant]) for tenant in shown] + ([("others", rest)] if rest else [])
 
 
 def samples(node: StoreNode) -> Samples:
@@ -111,8 +129,8 @@ def samples(node: StoreNode) -> Samples:
         for key, (name, _) in (_DISK | _DISK_LEVELS).items():
             if key in stats:
                 add(f"kbtp_disk_{name}", disk, stats[key])
-    for tenant, used in node.tenant_usage().items():
-        add("kbtp_store_tenant_bytes", f"{tenant:016x}", used)
+    for name, used in _shown(node.tenant_usage(), node.quotas.limits):
+        add("kbtp_store_tenant_bytes", name, used)
     for tenant, limit in node.quotas.limits.items():
         add("kbtp_store_tenant_limit_bytes", f"{tenant:016x}", limit)
     device = node.fabric.stats()

@@ -9,8 +9,8 @@ from kbtp_core.fabric.api import Op, WrFlag
 from kbtp_core.protocol.effects import LoadMany
 from kbtp_core.protocol.wire import REQUEST
 from kbtp_core.session.posting import PostBatch
+from kbtp_core.session.runs import split_loads
 from kbtp_core.session.slots import SendRows
-from kbtp_core.session.target_core import _split
 from tests.session.loopback import LoopbackFabric
 
 LENGTHS = [4, 0, 0, 5, 6, 0, 7, 0, 0]
@@ -47,7 +47,7 @@ def test_each_answer_follows_its_write() -> None:
 def test_parts_make_the_same_requests_as_the_whole_and_the_token_is_with_the_last_write(count: int) -> None:
     whole, sends = PostBatch(0), rows()
     whole.add_loads(sends, loads(), 9)
-    first, rest = _split(loads(), count)
+    first, rest = split_loads(loads(), count)
     assert rest is not None
     assert (first.token, rest.token) == ((0, 77) if count <= LAST_WRITE else (77, 0))
     parts, part_sends = PostBatch(0), rows()
@@ -61,7 +61,7 @@ def test_parts_make_the_same_requests_as_the_whole_and_the_token_is_with_the_las
 
 def test_all_at_once_is_one_part() -> None:
     everything = loads()
-    assert _split(everything, len(LENGTHS)) == (everything, None)
+    assert split_loads(everything, len(LENGTHS)) == (everything, None)
 
 
 def test_answers_without_any_write_need_no_token() -> None:

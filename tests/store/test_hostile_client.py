@@ -17,6 +17,9 @@ from kbtp_core.session import InitiatorSession
 from kbtp_core.store.link import LinkOptions
 from kbtp_core.store.node import StoreNode
 from kbtp_core.store.settings import StoreSettings
+from tests.fabric.peer import dial
+from tests.fabric.wire import Enhanced, StartUp
+from tests.session.conftest import wait_until
 from tests.store.disks import folder_in_memory
 from tests.store.keyed_world import World, data_of
 from tests.store.memory_engine import MemoryEngine
@@ -81,6 +84,22 @@ def test_a_list_from_any_cursor_is_answered(node: Node, cursor: int, limit: int)
         page = node.connect().list_values(0x7E, 0, cursor, deadline=soon(), limit=limit).wait()
         assert (page.status, len(page.items)) == (Status.OK, 0)
         assert [value.length for value in client.list()] == [5]
+
+
+def test_connections_that_say_nothing_keep_nobody_out_and_end_no_session(tmp_path: Path) -> None:
+    settings = StoreSettings(listen="127.0.0.1:0", metrics_listen="off", ram=RAM, sessions=8)  # type: ignore[arg-type]
+    with StoreNode(settings) as node:
+        address = "{}:{}".format(*node.address)
+        with Client(address, b"ns") as early, Client(address, b"ns") as late:
+            assert early.put(["a"], [b"value"]).tolist() == [ItemStatus.OK]
+            silent = [dial(node.address[1]) for _ in range(8)]
+            for peer in silent[:7]:
+                peer.request(StartUp(enhanced=Enhanced(16, 16)))
+            wait_until(lambda: node.server.session_count == 8)
+            time.sleep(1.2)  # longer than a session must have been idle to make room
+            assert late.put(["b"], [b"value"]).tolist() == [ItemStatus.OK]
+            assert early.exists(["a", "b"]).all()
+            assert early._links[address].session(soon()).error is None  # type: ignore[union-attr]
 
 
 def test_no_pool_is_made_whose_bookkeeping_would_be_more_than_its_octets(node: Node) -> None:

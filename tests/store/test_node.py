@@ -247,6 +247,21 @@ def test_a_client_of_a_trust_domain_has_the_tenants_of_the_domain_alone(
     assert f"{tenant_id(b'ns'):016x}" in lines[0]
 
 
+def test_of_many_tenants_the_largest_and_those_with_limits_are_told(world: World, tmp_path: Path) -> None:
+    quotas = tmp_path / "quotas"
+    quotas.write_text("tenant-3 1000000\n")
+    world.start(quota_file=quotas)
+    for number in range(120):
+        one = world.client(b"tenant-%d" % number)
+        assert one.put(["k"], [bytes(100 + number)], durable=True).tolist() == [OK]
+        one.close()
+    told = {name.partition("/")[2]: value for name, value in world.metrics().items() if name.startswith("kbtp_store_tenant_bytes")}
+    assert len(told) == 102
+    assert told[f"{tenant_id(b'tenant-3'):016x}"] == 103
+    assert told[f"{tenant_id(b'tenant-119'):016x}"] == 219
+    assert told["others"] == sum(100 + number for number in range(20) if number != 3)
+
+
 def test_every_metric_is_declared_and_told(world: World) -> None:
     world.start(disks=2)
     world.client().put(["k"], [b"v"], durable=True)

@@ -45,6 +45,8 @@ def test_a_file_is_read_again_on_request_and_a_bad_one_changes_nothing(tmp_path:
         table.reload()
     assert table.limit(tenant) == 200
     assert (table.usage(), table.refused_count) == ({tenant: 120, 7: 5}, 2)
+    assert [table.ledger.charge(stranger, 6) for stranger in range(100, 105)] == [False] * 5
+    assert table.usage() == {tenant: 120, 7: 5}
 
 
 def test_a_tenant_over_a_new_limit_keeps_what_it_has_and_gets_no_more() -> None:

@@ -16,12 +16,12 @@ class TenantLedger {
         const std::lock_guard guard(mutex_);
         const auto limit = limits_.find(tenant);
         const u64 allowed = limit != limits_.end() ? limit->second : default_limit_;
-        u64& used = used_[tenant];
-        if (bytes > allowed || used > allowed - bytes) {
-            ++refused_;
+        const auto known = used_.find(tenant);
+        if (bytes > allowed || (known != used_.end() && known->second > allowed - bytes)) {
+            ++refused_;  // and nothing is kept of a tenant that has nothing
             return false;
         }
-        used += bytes;
+        used_[tenant] += bytes;
         return true;
     }
 
