@@ -58,13 +58,14 @@ class StoreNode:
         self._is_draining = False
         self._pools: dict[int, RamStore] = {}
         self._budget = RamBudget(settings.ram)
+        self._limited: set[int] = set()  # tenants that have or had a quota of their own
         self._domains = settings.domains()  # the same for all pools, whatever becomes of the file
         with contextlib.ExitStack() as opened:
-            self.quotas: Final = _quotas(settings)
+            self.quotas: Final = QuotaTable(settings.quota_file, int(settings.quota_default) or UNLIMITED)
             self.disk: Final = self._open_disks(opened)
             self.fabric: Final = SoftRnic(progress_threads=settings.progress_threads)
             opened.callback(self.fabric.close)
-            opened.callback(lambda: [store.close(0.0) for store in self._pools.values()])
+            opened.callback(lambda: [store.close(0.0) for store in self.pools()])
             first = self._make_store(int(settings.block[0]) if settings.block else _default_block(settings))
             for block_bytes in settings.block[1:]:
                 self._make_store(int(block_bytes))
@@ -105,7 +106,7 @@ class StoreNode:
         if self.disk is not None:
             return self.disk.usage()
         usage: dict[int, int] = {}
-        for store in self._pools.values():
+        for store in self.pools():
             for tenant, used in store.tenant_usage().items():
                 usage[tenant] = usage.get(tenant, 0) + used
         return usage
@@ -134,7 +135,7 @@ class StoreNode:
         self._is_draining = True
         self.server.close(self.settings.drain_s)
         deadline = time.monotonic() + self.settings.drain_s
-        closed = [store.close(max(deadline - time.monotonic(), 0.5)) for store in self._pools.values()]
+        closed = [store.close(max(deadline - time.monotonic(), 0.5)) for store in self.pools()]
         is_written = all(closed)  # each of them gets its chance
         if self.disk is not None:
             if not is_written:
@@ -148,7 +149,7 @@ class StoreNode:
     def check_integrity(self) -> None:
         """Assert the invariants of every pool, and that the budget holds."""
         self.server.check_integrity()
-        for store in self._pools.values():
+        for store in self.pools():
             store.check_integrity()
         self._budget.check_integrity()
 
@@ -238,17 +239,18 @@ class StoreNode:
         )
         self._budget.add(store)
         self._pools[block_bytes] = store
-        for one in self._pools.values():
-            one.set_siblings([other for other in self._pools.values() if other is not one])
+        for one in self.pools():
+            one.set_siblings([other for other in self.pools() if other is not one])
         self._apply_quotas()
         return store
 
     def _apply_quotas(self) -> None:
         """To the pools, for what is in RAM alone; the disks have the table itself."""
-        for store in self._pools.values():
+        for store in self.pools():
             store.set_default_quota(None if self.quotas.default_limit == UNLIMITED else self.quotas.default_limit)
-            for tenant, limit in self.quotas.limits.items():
-                store.set_quota(tenant, limit)
+            for tenant in self._limited | self.quotas.limits.keys():
+                store.set_quota(tenant, self.quotas.limits.get(tenant))
+        self._limited |= self.quotas.limits.keys()
 
 
 def _default_block(settings: StoreSettings) -> int:
@@ -257,10 +259,3 @@ def _default_block(settings: StoreSettings) -> int:
     while block_bytes * 16 > settings.ram:
         block_bytes //= 2
     return block_bytes
-
-
-def _quotas(settings: StoreSettings) -> QuotaTable:
-    quotas = QuotaTable(settings.quota_file)
-    if settings.quota_default and quotas.default_limit == UNLIMITED:
-        quotas.set(quotas.limits, int(settings.quota_default))
-    return quotas

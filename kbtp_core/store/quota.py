@@ -40,9 +40,11 @@ class QuotaTable:
         if self._path is None:
             return
         try:
-            text = self._path.read_text()
+            text = self._path.read_text("utf-8")
         except OSError as error:
             raise ConfigError(f"quota file {self._path}: {error.strerror}") from None
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"quota file {self._path} is no text: {error}; write lines `TENANT OCTETS`") from None
         self.set(*parse_quotas(text, str(self._path), self._usual_limit))
 
     def set(self, limits: Mapping[int, int], default_limit: int = UNLIMITED) -> None:

@@ -247,6 +247,26 @@ def test_a_client_of_a_trust_domain_has_the_tenants_of_the_domain_alone(
     assert f"{tenant_id(b'ns'):016x}" in lines[0]
 
 
+@pytest.mark.parametrize("disks", [0, 1])
+def test_quotas_that_are_read_again_are_those_of_the_file_and_the_setting_alone(world: World, tmp_path: Path, disks: int) -> None:
+    quotas = tmp_path / "quotas"
+    quotas.write_text("small 100\n")
+    node = world.start(disks=disks, quota_file=quotas, quota_default=2000)
+    small, other = world.client(b"small"), world.client(b"other")
+
+    def put(key: str, size: int) -> list[list[int]]:
+        return [client.put([key], [bytes(size)]).tolist() for client in (small, other)]
+
+    assert put("a", 101) == [[ItemStatus.NO_SPACE], [OK]]
+    quotas.write_text("other 500\n")
+    node.reload()
+    assert put("b", 1000) == [[OK], [ItemStatus.NO_SPACE]]
+    assert put("c", 1001) == [[ItemStatus.NO_SPACE], [ItemStatus.NO_SPACE]]
+    quotas.write_text("* 5000\n")
+    node.reload()
+    assert put("d", 3000) == [[OK], [OK]]
+
+
 def test_of_many_tenants_the_largest_and_those_with_limits_are_told(world: World, tmp_path: Path) -> None:
     quotas = tmp_path / "quotas"
     quotas.write_text("tenant-3 1000000\n")

@@ -40,8 +40,12 @@ def test_a_file_is_read_again_on_request_and_a_bad_one_changes_nothing(tmp_path:
     path.write_text("tenant-a 200\n* 5\n")
     table.reload()
     assert [table.ledger.charge(tenant, 60), table.ledger.charge(7, 6), table.ledger.charge(7, 5)] == [True, False, True]
-    path.write_text("nonsense")
-    with pytest.raises(ConfigError):
+    for octets in (b"nonsense", b"tenant-a 5\n\xff\xfe 7\n"):
+        path.write_bytes(octets)
+        with pytest.raises(ConfigError, match="quotas"):
+            table.reload()
+    path.unlink()
+    with pytest.raises(ConfigError, match="No such file"):
         table.reload()
     assert table.limit(tenant) == 200
     assert (table.usage(), table.refused_count) == ({tenant: 120, 7: 5}, 2)
