@@ -4,6 +4,7 @@ namespace kbtp {
 namespace {
 
 constexpr u16 kMalformed = 1;
+constexpr std::size_t kParkedMost = 64;  // each is a copy of its message; more wait where they were received
 
 bool accepts(const Request& r, const Entry& e) { return r.generation == 0 || r.generation == e.generation; }
 
@@ -55,7 +56,8 @@ std::optional<Work> ExecutorSession::keyed(std::span<const u8> message) {
         }
         if (is_early) {
             // Only the software target waits for the disk.
-            if (!session.store->may_park(load_be<u64>(&message[24]), load_be<u32>(&message[32])) || executor_->clears_at_length())
+            if (parked_.size() >= kParkedMost || !session.store->may_park(load_be<u64>(&message[24]), load_be<u32>(&message[32])) ||
+                executor_->clears_at_length())
                 return {};
             parked_.emplace_back(message.begin(), message.end());
             store_ids_.insert(load_be<u64>(&message[4]));

@@ -21,7 +21,7 @@ from tests.fabric.peer import dial
 from tests.fabric.wire import Enhanced, StartUp
 from tests.session.conftest import wait_until
 from tests.store.disks import folder_in_memory
-from tests.store.keyed_world import World, data_of
+from tests.store.keyed_world import World, data_of, published
 from tests.store.memory_engine import MemoryEngine
 
 RAM = 64 << 20
@@ -153,6 +153,23 @@ def test_pins_and_lifetimes_without_end_take_no_memory(native: bool) -> None:
     world.set_time(1006)
     world.tick()
     assert peer.lookup(2)["flags"][0] == 0
+    world.check()
+
+
+def test_publishes_without_end_behind_a_store_are_not_copied_and_all_are_answered() -> None:
+    world = World(blocks=8)
+    peer = world.peer(True, outstanding=200)
+    peer.hold = True
+    peer.alloc(0, data_of(1), inline=False)
+    publishes = [peer.publish_message([1], [0]) for _ in range(150)]
+    for publish in publishes:
+        peer.send(publish.encode())
+    assert peer.native_count == 1 + 64
+    peer.hold = False
+    peer.finish()
+    answers = [peer.answer_to(publish.request_id) for publish in publishes]
+    assert [published(answer or b"")[0].status for answer in answers] == [Status.OK] + [Status.NOT_BOUND] * 149
+    assert peer.get(1) == data_of(1)
     world.check()
 
 
