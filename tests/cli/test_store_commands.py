@@ -88,6 +88,26 @@ def test_smoke_and_figures(store: Store) -> None:
     assert "a second" in store.ctl("top", "--interval", "0.1", "--count", "2")
 
 
+def test_a_trust_domain_is_said_what_it_may_use(tmp_path: Path) -> None:
+    (tmp_path / "secrets").write_text("prod sesame\n")
+    (tmp_path / "prod").write_text("sesame\n")
+    (tmp_path / "value").write_text("octets")
+    store = Store(tmp_path, "--secret-file", str(tmp_path / "secrets"))
+    try:
+        proof = ["--secret-file", str(tmp_path / "prod"), "--trust-domain", "prod"]
+        assert "works" in run("smoke", "--server", store.address, "--durable", *proof)
+        assert "failed: " in run("smoke", "--server", store.address, *proof, "--tenant", "other", code=1)
+        assert "kept 6 octets" in store.ctl(*proof, "--namespace", "prod", "put", "key", str(tmp_path / "value"))
+        refused = store.ctl(*proof, "--namespace", "other", "put", "key", str(tmp_path / "value"), code=1)
+        assert "key: the store refuses it" in refused
+        assert "does not let trust domain 'prod' use the values of tenant" in refused
+        assert "tenant" in store.ctl(*proof, "--namespace", "other", "exists", "key", code=1)
+        assert "'prod' may not use tenant" in store.log.read_text()
+        assert "sesame" not in store.log.read_text()
+    finally:
+        assert store.stop() == 0
+
+
 def test_what_is_wrong_is_said_and_nothing_starts(tmp_path: Path) -> None:
     text = run("serve", "--ram", "much", code=2)
     assert "the command line: ram is 'much'" in text
