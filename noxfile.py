@@ -73,6 +73,14 @@ def nightly(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="venv", default=False)
+def compare(session: nox.Session) -> None:
+    """KBTP's store beside Redis, Mooncake Store and LMCache's server (benchmarks/README.md); arguments of compare.py after `--`."""
+    session.run("python", "scripts/debian.py", "redis-server", "ibv_devices=ibverbs-utils")
+    session.run("python", "scripts/setup_peers.py", silent=False)
+    session.run("python", "benchmarks/store/compare.py", *session.posargs)
+
+
+@nox.session(venv_backend="venv", default=False)
 def mutants(session: nox.Session) -> None:
     """Whether a test fails for each small change of the protocol's code (docs/mutation.md; some 40 minutes on one core)."""
     session.install("-qq", "mutmut==3.8.1", "numpy>=1.24", "hypothesis>=6.100", "pytest>=8")

@@ -190,8 +190,7 @@ void QueuePair::count_retransmissions() {
 // business, whose threads serve all peers in turn.
 bool QueuePair::begin_driving() {
     std::lock_guard lock(tx_mutex_);
-    // In this order: a pair that was accepted becomes ready, without this mutex, after it is in the epoll.
-    if (driven_ || !is_reading() || !in_epoll_) return false;
+    if (driven_ || !in_epoll_ || !is_reading()) return false;
     driven_ = true;
     watch_socket();
     return true;
