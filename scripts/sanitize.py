@@ -43,6 +43,7 @@ def main() -> None:
         quiet = f"print_suppressions=0 suppressions={SUPPRESSIONS}"
         environment = {
             **os.environ,
+            "KBTP_TEST_PATIENCE": "8",
             "LD_PRELOAD": ":".join(_library(name) for name in LIBRARIES[kind]),
             "TSAN_OPTIONS": f"halt_on_error=0 report_signal_unsafe=0 exitcode=0 {quiet} log_path={logs}",
             "ASAN_OPTIONS": f"detect_leaks=0 halt_on_error=1 log_path={logs}",

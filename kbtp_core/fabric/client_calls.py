@@ -8,6 +8,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from kbtp_core.fabric.api import LoadRequests
+
 
 class CallResult(IntEnum):
     REFUSED = 0
@@ -54,6 +56,29 @@ class ClientCalls(Protocol):
 
     def used(self) -> bytes:
         """The handles (uint64) of that put. They are the caller's, and not used here any more."""
+
+
+class LoadCall(Protocol):
+    """LOADs that their caller waits for at once: he drives the queue pair from before they are posted."""
+
+    def begin(self, handles: Any, generations: Any, stag: int, offsets: Any, lengths: Any, flags: int, timeout_s: float) -> int:
+        """Arguments as for `Requester.post`, but all are numbers or arrays of their own types, else TypeError. A CallResult."""
+
+    def resume(self, timeout_s: float) -> int: ...
+
+    def give_up(self) -> None:
+        """What was not answered until now never will be."""
+
+    @property
+    def requests(self) -> LoadRequests: ...
+
+
+@runtime_checkable
+class RunsLoadCalls(Protocol):
+    """A requester that offers them."""
+
+    def create_load_call(self, sequence: int) -> LoadCall:
+        """`sequence` counts the calls; its last 30 bits are no other call's that is under way."""
 
 
 @runtime_checkable

@@ -209,8 +209,25 @@ class LookupRequests(MessageRequests):
         return np.frombuffer(_native.lookup_results(self._qp, self._native, *self._arguments), LOOKUP_RESULT)
 
 
+class LoadCall:
+    """See `fabric.client_calls.LoadCall`."""
+
+    __slots__ = ("_native", "_qp", "begin", "give_up", "resume")
+
+    def __init__(self, qp: _native.QueuePair, sequence: int) -> None:
+        self._qp = qp
+        self._native = _native.LoadCall(qp, sequence & 0x3FFF_FFFF)
+        self.begin = self._native.begin
+        self.resume = self._native.resume
+        self.give_up = self._native.give_up
+
+    @property
+    def requests(self) -> LoadRequests:
+        return LoadRequests(self._qp, self._native.batch)
+
+
 class Requester:
-    """See `fabric.api.Requester` and `RunsMessages`."""
+    """See `fabric.api.Requester`, `RunsMessages` and `RunsLoadCalls`."""
 
     def __init__(self, qp: _native.QueuePair) -> None:
         self._qp = qp
@@ -234,6 +251,9 @@ class Requester:
         if native is None:
             raise QueuePairClosed(f"the queue pair to {self._qp.peer} has ended: nothing was posted")
         return LoadRequests(self._qp, native)
+
+    def create_load_call(self, sequence: int) -> LoadCall:
+        return LoadCall(self._qp, sequence)
 
     @property
     def unsent_count(self) -> int:

@@ -24,7 +24,7 @@ bool ValuePlaces::has_equal_pieces() const {
 
 ClientCalls::ClientCalls(std::shared_ptr<QueuePair> pair, std::shared_ptr<HandleCache> cache, StoreOptions options,
                          std::vector<u64> handles)
-    : pair_(std::move(pair)), cache_(std::move(cache)), options_(options), handles_(std::move(handles)) {}
+    : pair_(pair), cache_(std::move(cache)), options_(options), handles_(std::move(handles)), call_(std::move(pair)) {}
 
 // Pages of one region: the peer sees one value behind the other.
 void ClientCalls::expose(const ValuePlaces& places, u8 rights) {
@@ -40,12 +40,12 @@ void ClientCalls::close_region() {
 
 bool ClientCalls::prepare_lookup(std::span<const u8> ids, u32 flags) {
     is_asking_ = false;
-    batch_ = make_lookups(kOwnSequences | next_sequence_++, options_.tenant, flags, options_.lookup_items, ids);
+    batch_ = make_lookups(next_sequence(), options_.tenant, flags, options_.lookup_items, ids);
     return true;
 }
 
 bool ClientCalls::finish_lookup(std::span<const u8> ids, std::vector<std::int64_t>& lengths) {
-    const auto batch = std::static_pointer_cast<MessageBatch>(std::exchange(ended_, nullptr));
+    const auto batch = std::static_pointer_cast<MessageBatch>(call_.ended());
     lengths.assign(ids.size() / 16, 0);
     if (batch->failed() || !batch->is_done()) return false;
     const auto found = lookup_results(*batch, lengths.size(), options_.lookup_items, false);
@@ -98,19 +98,19 @@ bool ClientCalls::prepare_get(std::span<const u8> ids, const ValuePlaces& places
         offsets[i] = requests_[i].offset;
         rooms[i] = requests_[i].length;
     }
-    batch_ = make_gets(kOwnSequences | next_sequence_++, options_.tenant, lookup_flag::promote | lookup_flag::touch, options_.get_items,
-                       ids, sink(), offsets, rooms);
+    batch_ = make_gets(next_sequence(), options_.tenant, lookup_flag::promote | lookup_flag::touch, options_.get_items, ids, sink(),
+                       offsets, rooms);
     return true;
 }
 
 void ClientCalls::make_loads() {
     std::vector<LoadRequest> requests;
     for (const std::size_t i : loaded_) requests.push_back(requests_[i]);
-    batch_ = std::make_shared<LoadBatch>(kOwnSequences | next_sequence_++, sink(), u16{0}, std::move(requests));
+    batch_ = std::make_shared<LoadBatch>(next_sequence(), sink(), u16{0}, std::move(requests));
 }
 
 std::optional<ClientCalls::Result> ClientCalls::settle_gets(std::span<const u8> ids, const ValuePlaces& places) {
-    const auto batch = std::static_pointer_cast<MessageBatch>(ended_);
+    const auto batch = std::static_pointer_cast<MessageBatch>(call_.ended());
     const auto results = lookup_results(*batch, places.count, options_.get_items, false);
     is_asking_ = false;
     loaded_.clear();
@@ -133,7 +133,6 @@ std::optional<ClientCalls::Result> ClientCalls::settle_gets(std::span<const u8> 
     }
     if (!is_usual) {
         close_region();
-        ended_.reset();
         return Result::refused;
     }
     if (loaded_.empty()) return Result::done;
@@ -160,72 +159,44 @@ bool ClientCalls::prepare_put(std::span<const u8> ids, const ValuePlaces& places
     }
     used_.assign(handles_.end() - static_cast<std::ptrdiff_t>(places.count), handles_.end());
     handles_.resize(handles_.size() - places.count);
-    batch_ = make_puts(kOwnSequences | next_sequence_++, {.tenant = options_.tenant,
-                                                          .flags = flags,
-                                                          .inline_bytes = options_.inline_bytes,
-                                                          .values_each = options_.publish_items,
-                                                          .stag = stag,
-                                                          .ids = ids,
-                                                          .handles = used_,
-                                                          .addresses = places.addresses,
-                                                          .offsets = offsets,
-                                                          .lengths = places.lengths,
-                                                          .pieces = places.pieces()});
+    batch_ = make_puts(next_sequence(), {.tenant = options_.tenant,
+                                         .flags = flags,
+                                         .inline_bytes = options_.inline_bytes,
+                                         .values_each = options_.publish_items,
+                                         .stag = stag,
+                                         .ids = ids,
+                                         .handles = used_,
+                                         .addresses = places.addresses,
+                                         .offsets = offsets,
+                                         .lengths = places.lengths,
+                                         .pieces = places.pieces()});
     return true;
 }
 
 ClientCalls::Result ClientCalls::begin() {
-    next_sequence_ %= kOwnSequences;
-    is_driving_ = pair_->begin_driving();  // first, or an early answer wakes a thread of the device's
-    if (pair_->post_batch(batch_) == QueuePair::Posted::ok) return Result::interrupted;
-    stop_driving();
-    batch_.reset();
-    close_region();
-    handles_.insert(handles_.end(), used_.begin(), used_.end());
-    used_.clear();
-    return Result::refused;
-}
-
-bool ClientCalls::has_ended() {
-    return pair_->read_batch([&] { return batch_->is_done(); });
-}
-
-void ClientCalls::stop_driving() {
-    if (std::exchange(is_driving_, false)) pair_->end_driving();
-}
-
-ClientCalls::Result ClientCalls::resume(TimePoint until) {
-    CompletionQueue& completions = pair_->completions();
-    is_driving_ = is_driving_ || pair_->begin_driving();
-    // Its completion may have been taken by who polled that queue.
-    bool is_over = completions.take_load(batch_->sequence()) || has_ended();
-    for (TimePoint now = Clock::now(); !is_over && now < until && !completions.has_news(); now = Clock::now()) {
-        if (is_driving_)
-            pair_->drive_on(until);
-        else
-            completions.wait(std::chrono::duration<double>(until - now).count());
-        is_over = completions.take_load(batch_->sequence()) || has_ended();
+    const Result result = call_.begin(std::exchange(batch_, nullptr));
+    if (result == Result::refused) {
+        close_region();
+        handles_.insert(handles_.end(), used_.begin(), used_.end());
+        used_.clear();
     }
-    stop_driving();
-    completions.forget_wake();
-    if (!is_over) return Result::interrupted;
-    ended_ = std::exchange(batch_, nullptr);
-    return Result::done;
+    return result;
 }
+
+ClientCalls::Result ClientCalls::resume(TimePoint until) { return call_.resume(until); }
 
 void ClientCalls::give_up() {
-    if (!batch_) return;
+    if (!call_.is_running()) return;
     close_region();
     // What still comes for the desk must not meet the next call.
     if (uses_desk_ && desk_region_) pair_->regions().remove(std::exchange(desk_region_, nullptr));
-    pair_->abandon_batch(batch_);
-    ended_ = std::exchange(batch_, nullptr);
+    call_.abandon();
 }
 
 ClientCalls::Result ClientCalls::finish_get(std::span<const u8> ids, const ValuePlaces& places, std::vector<u16>& statuses,
                                             std::vector<std::int64_t>& lengths) {
     close_region();
-    const auto batch = std::dynamic_pointer_cast<LoadBatch>(std::exchange(ended_, nullptr));  // else GETs alone
+    const auto batch = std::dynamic_pointer_cast<LoadBatch>(call_.ended());  // else GETs alone
     bool is_stale = false;
     for (std::size_t at = 0; batch && at < loaded_.size(); ++at) {
         const LoadResult& result = batch->results()[at];
@@ -263,7 +234,7 @@ void ClientCalls::scatter(std::size_t value, u64 size, const ValuePlaces& places
 
 bool ClientCalls::finish_put(std::span<const u8> ids, std::vector<PutResult>& results, std::vector<u64>& used) {
     close_region();
-    const auto batch = std::static_pointer_cast<MessageBatch>(std::exchange(ended_, nullptr));
+    const auto batch = std::static_pointer_cast<MessageBatch>(call_.ended());
     results = put_results(*batch, used_.size(), options_.publish_items);
     if (!std::all_of(results.begin(), results.end(), [](const PutResult& r) { return r.status == 0; })) {
         used = std::exchange(used_, {});

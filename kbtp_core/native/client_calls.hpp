@@ -4,10 +4,9 @@
 // A get is LOADs of what is remembered. Where something is not, it is GETs, and LOADs of what those have not brought.
 //
 // Rules:
-// 1. One call at a time. Its thread drives the queue pair meanwhile, and nobody else waits on the completion queue.
-// 2. Sequence numbers have their top bit set; those of the session's own batches have not.
-// 3. When a call is over nothing touches the caller's memory: a batch without an end is abandoned, and its region closed, before that.
-// 4. Handles for puts are a share of the session's that is used here alone. They come back only from a put that was wholly answered OK;
+// 1. One call at a time; see whole_call.hpp.
+// 2. When a call is over nothing touches the caller's memory: a batch without an end is abandoned, and its region closed, before that.
+// 3. Handles for puts are a share of the session's that is used here alone. They come back only from a put that was wholly answered OK;
 //    the others are told to the caller, who knows what to do about them.
 #pragma once
 
@@ -18,8 +17,7 @@
 #include <vector>
 
 #include "handle_cache.hpp"
-#include "queue_pair.hpp"
-#include "requester.hpp"
+#include "whole_call.hpp"
 
 namespace kbtp {
 
@@ -41,12 +39,7 @@ struct StoreOptions {
 
 class ClientCalls {
   public:
-    enum class Result : u8 {
-        refused,      // not the usual case; of a put nothing has happened
-        done,         // every value was found, or stored
-        interrupted,  // something else has come, or time is over: `resume`, or `give_up`
-        partly        // not every value was there, or stored
-    };
+    using Result = WholeCall::Result;
 
     ClientCalls(std::shared_ptr<QueuePair> pair, std::shared_ptr<HandleCache> cache, StoreOptions options, std::vector<u64> handles);
     ~ClientCalls() { give_up(); }
@@ -76,10 +69,8 @@ class ClientCalls {
 
   private:
     static constexpr u64 kDeskBytes = 32 * 1024;
-    static constexpr u32 kOwnSequences = 0x8000'0000;
 
-    bool has_ended();
-    void stop_driving();
+    u32 next_sequence() { return kCallSequences | (next_sequence_++ & kSequenceMask); }
     bool make_sink(const ValuePlaces& places);
     void make_loads();
     u32 sink() const { return (uses_desk_ ? desk_region_ : region_)->stag(); }
@@ -92,13 +83,14 @@ class ClientCalls {
     const StoreOptions options_;
     std::vector<u64> handles_, used_;
     u32 next_sequence_ = 0;
-    std::shared_ptr<RequestBatch> batch_, ended_;
-    RegionPtr region_;  // over the caller's memory
+    WholeCall call_;
+    std::shared_ptr<RequestBatch> batch_;  // the next to begin
+    RegionPtr region_;                     // over the caller's memory
     // Registered memory for small values, which costs less than to register theirs.
     std::vector<u8> desk_;
     RegionPtr desk_region_;
     u64 stride_ = 0;
-    bool uses_desk_ = false, is_asking_ = false, is_driving_ = false;
+    bool uses_desk_ = false, is_asking_ = false;
     // Of the get under way: where each value is, as far as that is known; what became of it; and which ones the LOADs under way are for.
     std::vector<LoadRequest> requests_;
     std::vector<std::pair<u16, u32>> found_;  // status and octets

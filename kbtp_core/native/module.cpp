@@ -209,19 +209,10 @@ void bind_executor(nb::module_& m) {
 // Posts a batch of LOADs; the batch, or None if the pair has ended. Throws TypeError for values that have to be converted first.
 nb::object post_loads(QueuePair& q, u32 sequence, nb::handle handles, nb::handle generations, u32 stag, nb::handle offsets,
                       nb::handle lengths, u16 flags) {
-    const Column<u64> h(handles), o(offsets);
-    const Column<u16> g(generations);
-    const Column<u32> l(lengths);
-    if (!h.is_array()) throw nb::type_error("handles are an array");
-    if (h.size() == 0 || !g.fits(h.size()) || !o.fits(h.size()) || !l.fits(h.size()))
-        throw std::invalid_argument("a batch of LOADs has as many handles as generations, offsets and lengths, and at least one");
-    std::shared_ptr<LoadBatch> batch;
+    auto batch = load_batch(sequence, handles, generations, stag, offsets, lengths, flags);
     auto posted = QueuePair::Posted::ok;
     {
         nb::gil_scoped_release nogil;
-        std::vector<LoadRequest> requests(h.size());
-        for (std::size_t i = 0; i < h.size(); ++i) requests[i] = {h[i], o[i], l[i], g[i]};
-        batch = std::make_shared<LoadBatch>(sequence, stag, flags, std::move(requests));
         posted = q.post_batch(batch);
     }
     return posted == QueuePair::Posted::ok ? nb::cast(batch) : nb::none();

@@ -12,6 +12,10 @@ namespace nb = nanobind;
 namespace kbtp {
 namespace {
 
+TimePoint until(double timeout_s) {
+    return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s));
+}
+
 class PyClientCalls {
   public:
     using Result = ClientCalls::Result;
@@ -63,10 +67,6 @@ class PyClientCalls {
 
   private:
     enum class Kind : u8 { get, put, lookup };
-
-    static TimePoint until(double timeout_s) {
-        return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s));
-    }
 
     ValuePlaces places() const { return {addresses_, lengths_in_, ids_.size() / 16}; }
 
@@ -149,9 +149,47 @@ class PyClientCalls {
     bool is_running_ = false;
 };
 
+// LOADs that are waited for at once.
+class PyLoadCall {
+  public:
+    using Result = WholeCall::Result;
+
+    PyLoadCall(std::shared_ptr<QueuePair> pair, u32 sequence)
+        : call_(std::move(pair)), sequence_(kLoadCallSequences | (sequence & kSequenceMask)) {}
+
+    Result begin(nb::handle handles, nb::handle generations, u32 stag, nb::handle offsets, nb::handle lengths, u16 flags,
+                 double timeout_s) {
+        batch_ = load_batch(sequence_, handles, generations, stag, offsets, lengths, flags);
+        nb::gil_scoped_release nogil;
+        const Result result = call_.begin(batch_);
+        return result == Result::interrupted ? call_.resume(until(timeout_s)) : result;
+    }
+    Result resume(double timeout_s) {
+        nb::gil_scoped_release nogil;
+        return call_.resume(until(timeout_s));
+    }
+    void give_up() {
+        nb::gil_scoped_release nogil;
+        call_.abandon();
+    }
+    std::shared_ptr<LoadBatch> batch() const { return batch_; }
+
+  private:
+    WholeCall call_;
+    const u32 sequence_;
+    std::shared_ptr<LoadBatch> batch_;
+};
+
 }  // namespace
 
 void bind_calls(nb::module_& m) {
+    nb::class_<PyLoadCall>(m, "LoadCall")
+        .def(nb::init<std::shared_ptr<QueuePair>, u32>(), nb::arg("pair"), nb::arg("sequence"))
+        .def("begin", [](PyLoadCall& c, nb::handle h, nb::handle g, u32 s, nb::handle o, nb::handle l, u16 f,
+                         double t) { return static_cast<int>(c.begin(h, g, s, o, l, f, t)); })
+        .def("resume", [](PyLoadCall& c, double t) { return static_cast<int>(c.resume(t)); })
+        .def("give_up", &PyLoadCall::give_up)
+        .def_prop_ro("batch", &PyLoadCall::batch);
     nb::class_<PyClientCalls>(m, "ClientCalls")
         .def(
             "__init__",

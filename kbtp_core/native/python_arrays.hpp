@@ -12,6 +12,7 @@
 #include <string_view>
 
 #include "keyed_session.hpp"
+#include "requester.hpp"
 
 namespace kbtp {
 
@@ -85,6 +86,20 @@ class Column {
     Py_buffer view_{};
     T all_ = 0;
 };
+
+// Throws TypeError where something is neither a number nor an array of its own type.
+inline std::shared_ptr<LoadBatch> load_batch(u32 sequence, nanobind::handle handles, nanobind::handle generations, u32 stag,
+                                             nanobind::handle offsets, nanobind::handle lengths, u16 flags) {
+    const Column<u64> h(handles), o(offsets);
+    const Column<u16> g(generations);
+    const Column<u32> l(lengths);
+    if (!h.is_array()) throw nanobind::type_error("handles are an array");
+    if (h.size() == 0 || !g.fits(h.size()) || !o.fits(h.size()) || !l.fits(h.size()))
+        throw std::invalid_argument("a batch of LOADs has as many handles as generations, offsets and lengths, and at least one");
+    std::vector<LoadRequest> requests(h.size());
+    for (std::size_t i = 0; i < h.size(); ++i) requests[i] = {h[i], o[i], l[i], g[i]};
+    return std::make_shared<LoadBatch>(sequence, stag, flags, std::move(requests));
+}
 
 // `grant` is a fabric.api.StoreGrant or None.
 inline std::optional<StoreGrant> store_grant(nanobind::handle grant) {

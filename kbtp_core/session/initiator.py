@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from kbtp_core.errors import DeadlineExceeded, KbtpError, SessionClosed
 from kbtp_core.fabric.api import Access, Fabric, FabricError, Op, PollsLoads, QueuePair, Region
-from kbtp_core.fabric.client_calls import CallResult, ClientCalls
+from kbtp_core.fabric.client_calls import CallResult, ClientCalls, LoadCall
 from kbtp_core.protocol.constants import Flag
 from kbtp_core.protocol.hello import HelloAck
 from kbtp_core.protocol.initiator import HelloParameters, InitiatorState
@@ -36,7 +36,8 @@ BUFFER_ACCESS = Access.LOCAL_WRITE | Access.REMOTE_WRITE | Access.REMOTE_READ
 
 _LONGEST_WAIT_S = 0.25  # so that an interrupt is seen soon
 _DISCARD_TIMEOUT_S = 1.0
-_REFUSED, _INTERRUPTED = int(CallResult.REFUSED), int(CallResult.INTERRUPTED)
+_REFUSED, _DONE, _INTERRUPTED = int(CallResult.REFUSED), int(CallResult.DONE), int(CallResult.INTERRUPTED)
+_LOAD_CALL_FLAGS = int(Flag.ALLOW_UNSEALED)  # the others change how a LOAD is answered
 _CLOSE_SHARE = 0.5  # of the time to close, how much outstanding requests may take
 
 
@@ -128,6 +129,7 @@ class InitiatorSession(KeyedCalls):
         self._sleeper_count = 0  # threads in `_changed`
         self._is_driven = False
         self._is_calling = False  # in `call`
+        self._load_calls = 0
         self._is_closed = False
 
     @classmethod
@@ -238,6 +240,40 @@ class InitiatorSession(KeyedCalls):
         with self._lock:
             return LoadBatch(self, self._core.load(handles, generations, region, offsets, lengths, deadline, flags))
 
+    def load_now(
+        self,
+        handles: ArrayLike,
+        generations: ArrayLike,
+        region: Region,
+        offsets: ArrayLike,
+        lengths: ArrayLike,
+        *,
+        deadline: float,
+        flags: int = Flag.NONE,
+    ) -> LoadBatch:
+        """`load` and `wait` in one, which costs less: for callers that have nothing else to do meanwhile.
+
+        Raises DeadlineExceeded, SessionClosed.
+        """
+        caller = self._core.load_caller
+        if caller is not None and not int(flags) & ~_LOAD_CALL_FLAGS:
+            self._load_calls += 1
+            call = caller.create_load_call(self._load_calls)
+            try:
+                result, error = self.call(
+                    call, lambda left: call.begin(handles, generations, region.stag, offsets, lengths, int(flags), left), deadline
+                )
+            except TypeError:  # what `load` makes arrays of
+                result, error = _REFUSED, None
+            if error is not None:
+                region.close()
+                raise error
+            if result == _DONE:
+                pending = PendingLoads(0, call.requests, region, deadline)
+                pending.finish(None)
+                return LoadBatch(self, pending)
+        return self.load(handles, generations, region, offsets, lengths, deadline=deadline, flags=flags).wait()
+
     def store(
         self,
         handles: ArrayLike,
@@ -345,7 +381,7 @@ class InitiatorSession(KeyedCalls):
             split = SplitPut(self._core, puts, region, deadline)
         return PutBatch(Asked(self, split), split.results)
 
-    def call(self, calls: ClientCalls, begin: Callable[[float], int], deadline: float) -> tuple[int, KbtpError | None]:
+    def call(self, calls: ClientCalls | LoadCall, begin: Callable[[float], int], deadline: float) -> tuple[int, KbtpError | None]:
         """Let `calls` make a call, driving the session meanwhile; `begin` begins it, for so many seconds at most. A CallResult.
 
         REFUSED, too, where another thread drives. With an error (DeadlineExceeded, SessionClosed) the call was given up.

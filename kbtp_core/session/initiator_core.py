@@ -36,6 +36,7 @@ from kbtp_core.fabric.api import (
     RunsMessages,
     WrFlag,
 )
+from kbtp_core.fabric.client_calls import RunsLoadCalls
 from kbtp_core.protocol.constants import (
     COMPLETION_BYTES,
     DESCRIPTOR_BYTES,
@@ -267,8 +268,14 @@ class InitiatorCore:
 
     @property
     def may_call(self) -> bool:
-        """The provider may make a client's call by itself now: no order to keep, and no blocks to count."""
+        """The provider may make a whole call now: no order to keep, and no blocks to count."""
         return self._messages is not None and self.is_ready and not self.protocol.has_unsent and not self._counts_blocks
+
+    @property
+    def load_caller(self) -> RunsLoadCalls | None:
+        """The requester, if it may make whole calls now."""
+        requester: object = self._requester
+        return requester if isinstance(requester, RunsLoadCalls) and self.may_call else None
 
     def _ended(self) -> SessionClosed:
         self._lost()

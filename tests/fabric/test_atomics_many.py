@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kbtp_core.fabric.api import WORK_REQUEST, Access, Op, QueueLimits, WrFlag
 from kbtp_core.protocol.ring import MASKED_ADD, add_mask
-from tests.fabric.world import Node, node
+from tests.fabric.world import PATIENCE, Node, node
 
 CONNECTIONS, BATCH = 8, 500
 LOG2_SLOTS = 10
@@ -63,7 +63,7 @@ def test_tickets_from_many_connections_are_each_given_once(progress_threads: int
         for thread in (server, *initiators):
             thread.start()
         for thread in initiators:
-            thread.join(150.0)
+            thread.join(150.0 * PATIENCE)
         stop.set()
         server.join(5.0)
         assert len(seen) == CONNECTIONS

@@ -7,6 +7,7 @@ Two rules:
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -38,6 +39,8 @@ from kbtp_core.fabric.api import (
 from kbtp_core.fabric.softrnic import SoftRnic
 from tests.fabric.wire import Segment, Untagged
 
+PATIENCE = float(os.environ.get("KBTP_TEST_PATIENCE", "1"))
+"""How much longer things may take than on a plain build: scripts/sanitize.py says so."""
 GUARD_BYTES = 4096
 GUARD_OCTET = 0xA5
 ALL_REMOTE = Access.REMOTE_READ | Access.REMOTE_WRITE | Access.REMOTE_ATOMIC

@@ -61,6 +61,27 @@ def test_a_failed_request_is_a_status_and_not_an_exception(world: World) -> None
     assert not batch.ok
 
 
+def test_load_now_has_the_results_of_load_and_wait(world: World) -> None:
+    session = world.connect(world.ring())
+    memory = np.zeros(4 * BLOCK, np.uint8)
+    region = session.register(memory)
+    session.alloc_store_inline([1000, 1001], 0, [b"first", b"second"], deadline=soon()).wait()
+    handles, offsets = np.array([1001, 1000, 1002, 1000], np.uint64), np.arange(4, dtype=np.uint64) * BLOCK
+    for places in (offsets, offsets.tolist()):  # arrays of their own types, and what is made into them
+        memory[:] = 0
+        batch = session.load_now(handles, np.array([0, 2, 0, 9], np.uint16), region, places, BLOCK, deadline=soon())
+        assert batch.done
+        assert not batch.ok
+        assert batch.status.tolist() == [Status.OK, Status.OK, Status.NOT_BOUND, Status.STALE_GENERATION]
+        assert batch.data_length[:2].tolist() == [6, 5]
+        assert memory[:6].tobytes() + memory[BLOCK : BLOCK + 5].tobytes() == b"secondfirst"
+    assert session.load_now(handles[:2], 0, region, offsets[:2], BLOCK, deadline=soon()).ok
+    session.alloc_store_inline([1003], 0, [b"open"], deadline=soon(), flags=Flag.NONE).wait()
+    assert session.load_now(np.array([1003], np.uint64), 0, region, 0, BLOCK, deadline=soon(), flags=Flag.ALLOW_UNSEALED).ok
+    with pytest.raises(DeadlineExceeded):
+        session.load_now(handles, 0, region, offsets, BLOCK, deadline=soon(-1))
+
+
 def test_a_big_batch_is_windowed_by_credit(world: World) -> None:
     server = world.lent(blocks=50, handles=3000)
     handles = 1000 + np.arange(3000)

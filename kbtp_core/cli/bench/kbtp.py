@@ -133,7 +133,7 @@ class BenchInitiator:
         spent = 0
         while spent < limit_ns and len(self._stored) < len(self._handles):
             begun = time.perf_counter_ns()
-            self._check(self._post(self._next).wait())
+            self._check(self._run(self._next))
             times.append(time.perf_counter_ns() - begun)
             spent += times[-1]
             if self._case.op is BenchOp.ALLOC_STORE:
@@ -175,6 +175,14 @@ class BenchInitiator:
         else:
             batch = self._session.alloc_store(handles, 0, self._region, offsets, size, deadline=deadline)
         return batch
+
+    def _run(self, row: int) -> LoadBatch | StripedBatch:
+        session = self._session
+        if self._case.op is not BenchOp.LOAD or not isinstance(session, InitiatorSession):
+            return self._post(row).wait()
+        handles, generations, offsets = self._handles[row], self._generations[row], self._offsets[row]
+        deadline = time.monotonic() + DEADLINE_S
+        return session.load_now(handles, generations, self._region, offsets, self._case.block_bytes, deadline=deadline)
 
     def _compare(self, row: int) -> None:
         size = self._case.block_bytes
