@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
 from pathlib import Path
 from types import TracebackType
@@ -45,6 +46,8 @@ _COST_BYTES: Final = 256
 """What is kept of each block beside its octets."""
 _COST_SHARE: Final = 4
 """Pools that clients ask for may take this part of the RAM beside it, together."""
+_IDLE_S: Final = 0.5
+_RETRY_S: Final = 10.0
 _INLINE_BYTES: Final = 1 << 16
 _OUTSTANDING: Final = 1024
 
@@ -86,6 +89,9 @@ class StoreNode:
             self.observatory: Final = self._observe()
             if self.observatory is not None:
                 opened.callback(self.observatory.close)
+            self._stopping = threading.Event()
+            if settings.commit_ram == "start":
+                threading.Thread(target=self._commit_ram, name="kbtp-commit", daemon=True).start()
             opened.pop_all()
         self.address: Final = self.server.address
 
@@ -133,6 +139,7 @@ class StoreNode:
         if self._is_draining:
             return True
         self._is_draining = True
+        self._stopping.set()
         self.server.close(self.settings.drain_s)
         deadline = time.monotonic() + self.settings.drain_s
         closed = [store.close(max(deadline - time.monotonic(), 0.5)) for store in self.pools()]
@@ -243,6 +250,19 @@ class StoreNode:
             one.set_siblings([other for other in self.pools() if other is not one])
         self._apply_quotas()
         return store
+
+    def _commit_ram(self) -> None:
+        """Have the system give the pools' memory, piece by piece, and later what moves between them."""
+        pause_s, is_told = 0.0, False
+        while not self._stopping.wait(pause_s):
+            try:
+                pause_s = 0.0 if any(store.commit() for store in self.pools()) else _IDLE_S
+            except MemoryError as error:
+                _log.warning("the system has no memory for all of ram (%d octets): %s; give less, or free some", self.settings.ram, error)
+                pause_s = _RETRY_S
+            if pause_s == _IDLE_S and not is_told:
+                _log.info("all of the RAM is there")
+                is_told = True
 
     def _apply_quotas(self) -> None:
         """To the pools, for what is in RAM alone; the disks have the table itself."""

@@ -10,9 +10,7 @@ the two from a block size and a budget, and stands between them as `protocol.key
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import mmap
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -29,9 +27,11 @@ from kbtp_core.protocol import BlockPool, BlockTable, Target, TargetLimits
 from kbtp_core.protocol.constants import Status
 from kbtp_core.protocol.keyed import LIST_ITEM, Ids, LookupFlag, Tier
 from kbtp_core.protocol.keyed_backend import FOUND, IS_ON_DISK, SETTLED, Deferred, total_of
+from kbtp_core.protocol.pool import BlockState
 from kbtp_core.protocol.target_session import TargetSession
 from kbtp_core.session.incarnation import process_incarnation
 from kbtp_core.session.native import shared_pool
+from kbtp_core.store.pool_memory import PoolMemory
 from kbtp_core.store.tier import DISK_ITEM, DiskTier
 
 if TYPE_CHECKING:
@@ -153,8 +153,8 @@ class RamStore:
         self.wake: Callable[[], None] | None = None
         self._refused_at: dict[str, float] = {}
         self._siblings: tuple[RamStore, ...] = ()
-        self._area: Final = _pages(self.block_count * block_bytes)
-        self.memory: Final[NDArray[np.uint8]] = np.frombuffer(self._area, np.uint8)
+        self._pages: Final = PoolMemory(self.block_count * block_bytes)
+        self.memory: Final = self._pages.array
         self.pool: Final = BlockPool(block_bytes, self.memory)
         table = BlockTable(self.block_count + options.session_handles)
         self.target: Final = Target(
@@ -221,14 +221,20 @@ class RamStore:
         """Take up to `count` blocks out of use and give their memory back to the system; returns how many."""
         offsets = self.pool.park(count)
         starts = np.sort(offsets).tolist()
-        while starts and hasattr(mmap, "MADV_DONTNEED"):
+        while starts:
             first = last = starts.pop()
             while starts and starts[-1] == first - self.block_bytes:
                 first = starts.pop()
-            begin, end = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE, (last + self.block_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
-            if begin < end:
-                self._area.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+            self._pages.give_back(first, last + self.block_bytes)
         return len(offsets)
+
+    def commit(self) -> bool:
+        """Have the system give a piece of the pool's memory now that is not there yet; False if all of it is.
+
+        Raises MemoryError. Any thread.
+        """
+        states, size = self.pool.states, self.block_bytes
+        return self._pages.commit(lambda begin, end: bool((states[begin // size : -(-end // size)] != BlockState.PARKED).all()))
 
     def unpark(self, count: int) -> int:
         """Put up to `count` parked blocks to use again; returns how many."""
@@ -402,12 +408,3 @@ class RamStore:
     def check_integrity(self) -> None:
         """Assert the store's invariants."""
         self.native.check_integrity()
-
-
-def _pages(size: int) -> mmap.mmap:
-    """Zeroed memory that starts at a page, so that a disk can read into it directly."""
-    area = mmap.mmap(-1, size)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            area.madvise(mmap.MADV_HUGEPAGE)
-    return area

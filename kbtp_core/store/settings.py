@@ -68,6 +68,11 @@ class StoreSettings(Settings):
     metrics_listen: Address | Literal["off"] = Field("127.0.0.1:7401", description="Address for /metrics, /healthz and /readyz, or off.")
     name: str = Field("", max_length=255, description="What the store calls itself to its clients; empty: its address.")
     ram: ByteSize = Field(ByteSize(1 << 30), ge=1 << 20, description="Memory for values, all pools together.")
+    commit_ram: Literal["use", "start"] = Field(
+        "use",
+        description="When the system gives that memory: as it is used, or all of it in the background from the start on, so that no put "
+        "waits for it.",
+    )
     data_dir: Annotated[tuple[Path, ...], BeforeValidator(_split)] = Field(
         (), description="Directories for values on disk, one a disk; none: RAM only. In the environment, with commas between them."
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,14 +18,19 @@ from kbtp_core.client import Client
 from kbtp_core.store.link import LinkOptions
 from peers import Octets, free_port, start, stop
 
-RAM = "6GiB"
+RAM = "3GiB"
 
 
 class Peer:
     def __init__(self, folder: Path, largest_bytes: int) -> None:  # noqa: ARG002
         self._port = free_port()
         command = [sys.executable, "-m", "kbtp_core.cli", "serve", "--listen", f"127.0.0.1:{self._port}", "--metrics-listen", "off"]
+        command += ["--commit-ram", "start"]  # as Mooncake does
         self._server: subprocess.Popen[bytes] = start([*command, "--ram", RAM], folder, self._port)
+        deadline = time.monotonic() + 120
+        while "all of the RAM is there" not in (folder / "server.log").read_text():
+            assert time.monotonic() < deadline, "the server has not got its memory"
+            time.sleep(0.1)
         self._clients: dict[int, tuple[Client, Client]] = {}
 
     def _of(self, size: int) -> tuple[Client, Client]:
