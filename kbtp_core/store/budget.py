@@ -70,6 +70,14 @@ class RamBudget:
         self._missed[pool.block_bytes] = pool.missed_count
         pool.unpark(self._left() // pool.block_bytes)
 
+    def share_evenly(self) -> None:
+        """Among the pools that there are, as far as they let go of what they have."""
+        share = self.total_bytes // max(1, len(self._pools))
+        for pool in self._pools.values():
+            self._take(pool, pool.live_bytes - share)
+        for pool in self._pools.values():
+            pool.unpark(max(0, min(share - pool.live_bytes, self._left())) // pool.block_bytes)
+
     def rebalance(self, now: float) -> None:
         """Call often; it looks twice a second."""
         if now < self._next_look or len(self._pools) < 2:

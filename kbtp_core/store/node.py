@@ -72,6 +72,7 @@ class StoreNode:
             first = self._make_store(int(settings.block[0]) if settings.block else _default_block(settings))
             for block_bytes in settings.block[1:]:
                 self._make_store(int(block_bytes))
+            self._budget.share_evenly()
             host, port = settings.address
             try:
                 self.server: Final = TargetServer(
@@ -199,6 +200,9 @@ class StoreNode:
 
     def _make_pool(self, block_bytes: int) -> tuple[Target, PoolRegion] | None:
         """By the server, for the first client that wants blocks of this size."""
+        known = self._pools.get(block_bytes)  # one that was made at start
+        if known is not None:
+            return known.target, known.pool_region
         if not 64 <= block_bytes <= _LARGEST_BLOCK or not self._budget.fits(block_bytes) or not self._can_afford(block_bytes):
             _log.warning("no pool for blocks of %d octets: RAM of %d octets has no room for it", block_bytes, self.settings.ram)
             return None

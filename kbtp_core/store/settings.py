@@ -79,7 +79,7 @@ class StoreSettings(Settings):
     disk: ByteSize = Field(ByteSize(16 << 30), ge=1 << 20, description="Room for values in each data directory.")
     engine: Literal["slab", "file"] = Field("slab", description="How values lie on disk; file is for diagnosis.")
     block: Annotated[tuple[ByteSize, ...], BeforeValidator(_split)] = Field(
-        (), description="Block sizes to make pools for at start; others are made when a client asks for them."
+        (), description="Block sizes to make pools for at start, with equal shares of the RAM; others are made when a client asks for them."
     )
     write_mode: Literal["back", "around"] = Field(
         "back", description="back: values go to RAM and from there to disk. around: they go to disk, and to RAM when they are read."

@@ -64,6 +64,21 @@ def test_a_new_pool_gets_what_the_others_do_not_use() -> None:
     budget.check_integrity()
 
 
+def test_pools_share_evenly_when_they_are_told_to_and_keep_what_they_hold() -> None:
+    budget = RamBudget(TOTAL)
+    pools = first, second, third = Fake(4096), Fake(1024), Fake(16384)
+    for pool in pools:
+        budget.add(pool)
+    budget.share_evenly()
+    assert shares(*pools) == [0.332, 0.333, 0.328]
+    first.live, first.held = TOTAL // 2 // 4096, TOTAL // 2 // 4096
+    second.live = third.live = 0
+    budget.share_evenly()
+    assert first.live_bytes == TOTAL // 2
+    assert second.live_bytes + third.live_bytes <= TOTAL // 2
+    budget.check_integrity()
+
+
 def test_memory_goes_to_the_pool_that_misses_it_until_the_other_is_at_its_floor() -> None:
     budget = RamBudget(TOTAL)
     idle, busy = Fake(4096), Fake(1024)

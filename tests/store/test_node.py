@@ -143,6 +143,21 @@ def test_pools_of_two_sizes_share_ram_and_disk_and_a_removal_hides_a_value_in_bo
     assert sum(store.live_bytes for store in world.node.pools()) <= 16 << 20
 
 
+def test_pools_that_are_made_at_start_share_the_ram_and_serve_the_clients_of_their_sizes(world: World) -> None:
+    sizes = (16384, PAGE, 4096)
+    node = world.start(ram=24 << 20, block=sizes, commit_ram="start")
+    assert [pool.block_bytes for pool in node.pools()] == [*sizes]
+    assert [pool.live_bytes >> 20 for pool in node.pools()] == [8, 8, 8]
+    for size in sizes:
+        client = world.client(block_bytes=size)
+        value = np.full(size, size % 251, np.uint8)
+        assert client.put([f"of {size}"], [value]).tolist() == [OK]
+        buffer = np.zeros(size, np.uint8)
+        assert client.get([f"of {size}"], [buffer]).ok.all()
+        assert (buffer == value).all()
+    assert len(node.pools()) == 3
+
+
 def test_memory_moves_to_the_pool_that_misses_it(world: World) -> None:
     node = world.start(ram=16 << 20, data_dir=())
     first = world.client()

@@ -19,6 +19,7 @@ from kbtp_core.store.link import LinkOptions
 from peers import Octets, free_port, start, stop
 
 RAM = "3GiB"
+BLOCKS = ("4KiB", "64KiB", "1MiB", "2816KiB")
 
 
 class Peer:
@@ -26,6 +27,7 @@ class Peer:
         self._port = free_port()
         command = [sys.executable, "-m", "kbtp_core.cli", "serve", "--listen", f"127.0.0.1:{self._port}", "--metrics-listen", "off"]
         command += ["--commit-ram", "start"]  # as Mooncake does
+        command += [word for block in BLOCKS for word in ("--block", block)]
         self._server: subprocess.Popen[bytes] = start([*command, "--ram", RAM], folder, self._port)
         deadline = time.monotonic() + 120
         while "all of the RAM is there" not in (folder / "server.log").read_text():
