@@ -107,6 +107,16 @@ class BlockPool:
         return self.block_count - len(self._parked)
 
     @property
+    def free_count(self) -> int:
+        """Blocks in a ring. While nothing is under way they are all live ones together with the cache's and the sessions'."""
+        return self.ring.free_count + sum(partition.ring.free_count for partition in list(self._partitions.values()))
+
+    @property
+    def owned_count(self) -> int:
+        """Blocks of sessions."""
+        return sum(allowance.usage for allowance in list(self._allowances.values()))
+
+    @property
     def states(self) -> NDArray[np.uint8]:
         """(F,) The BlockState of each block, writable: an executor moves them too."""
         return np.frombuffer(self._state, np.uint8)

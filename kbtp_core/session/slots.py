@@ -6,6 +6,8 @@ send rows are a ring. A receive row is in use while it is posted; which of the f
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 from typing import Final
 
 import numpy as np
@@ -27,7 +29,8 @@ class Rows:
     def __init__(self, pd: ProtectionDomain, count: int, message_bytes: int, access: Access) -> None:
         self.count = count
         self.stride = row_stride(message_bytes)
-        self.memory: NDArray[np.uint8] = np.zeros((count, self.stride), np.uint8)
+        # Of many rows for long messages most hold short ones only.
+        self.memory: NDArray[np.uint8] = _sparse(count * self.stride).reshape(count, self.stride)
         self.region = pd.register(self.memory, access)
 
     def offset(self, row: int) -> int:
@@ -81,3 +84,12 @@ class ReceiveRows(Rows):
 
     def message(self, row: int, length: int) -> bytes:
         return self.memory[row, :length].tobytes()
+
+
+def _sparse(size: int) -> NDArray[np.uint8]:
+    """Zeros in ordinary pages: NumPy asks for huge ones for a large array, and then each part that is touched costs 2 MiB."""
+    area = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            area.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(area, np.uint8)[:size]

@@ -33,6 +33,9 @@ _POOL: Final = {
     "overruled": ("overruled_total", "Values that left RAM because the disk had another under their id."),
 }
 _POOL_LEVELS: Final = {
+    "live": ("blocks", "Blocks of the pool: those that are free, those of values, and those of clients."),
+    "free": ("blocks_free", "Blocks that hold nothing."),
+    "owned": ("blocks_of_clients", "Blocks that hold what clients have not published yet."),
     "used": ("blocks_used", "Blocks that hold values, or are on their way."),
     "limit": ("blocks_limit", "Blocks that values may use now."),
     "resident": ("values", "Values in RAM."),

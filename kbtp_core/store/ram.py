@@ -402,8 +402,9 @@ class RamStore:
         self.native.set_limit_of_tenant(tenant, NO_LIMIT if limit_bytes is None else limit_bytes)
 
     def stats(self) -> dict[str, int]:
-        """Counters and levels; `native/keyed_store.hpp` names them."""
-        return self.native.stats()
+        """Counters and levels; `native/keyed_store.hpp` names them. And the pool's blocks: `live` = `free` + `used` + `owned`."""
+        pool = self.pool
+        return self.native.stats() | {"live": pool.live_count, "free": pool.free_count, "owned": pool.owned_count}
 
     def check_integrity(self) -> None:
         """Assert the store's invariants."""

@@ -148,3 +148,11 @@ def test_real_pools_park_blocks_and_use_them_again() -> None:
     assert small.park(1000) == 121
     assert small.live_bytes == 0
     small.target.check_integrity()
+
+
+def test_memory_of_parked_blocks_goes_back_to_the_system() -> None:
+    store = RamStore(4096, TOTAL)
+    store.memory[:] = 0xAA
+    parked = store.park(100)
+    assert parked == 100
+    assert sum(not block.any() for block in store.memory.reshape(-1, 4096)) == 100
