@@ -143,11 +143,13 @@ class InitiatorSession(KeyedCalls):
         deadline_s: float = 5.0,
         secret: bytes | None = None,
         incarnation: int | None = None,
+        is_wanted: Callable[[], bool] = lambda: True,
     ) -> InitiatorSession:
-        """Connect and say HELLO, within `deadline_s` seconds from now.
+        """Connect and say HELLO, within `deadline_s` seconds from now, and as long as it `is_wanted`, which is asked now and then.
 
         Raises SessionRefused naming the target and its status, SessionClosed if it can't be reached, DeadlineExceeded.
         """
+        deadline = time.monotonic() + deadline_s
         cq = fabric.create_cq()
         core = InitiatorCore(
             fabric,
@@ -167,14 +169,14 @@ class InitiatorSession(KeyedCalls):
             cq.close()
             raise SessionClosed(f"the session with {host}:{port} could not begin: {cause}") from cause
         try:
-            session.drive(lambda: core.is_ready or core.is_over, time.monotonic() + deadline_s)
+            session.drive(lambda: core.is_ready or core.is_over or not is_wanted(), deadline)
         except BaseException:
             session._discard()
             raise
         if core.is_ready:
             return session
         error = core.error or DeadlineExceeded(f"{host}:{port} did not answer within {deadline_s} s. Is it a KBTP target?")
-        session.close(0.5)
+        session.close(max(0.0, min(deadline - time.monotonic(), 0.5 if is_wanted() else 0.0)))
         raise error
 
     @property

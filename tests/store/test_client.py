@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Iterator
 
@@ -333,3 +334,61 @@ class AgainstAModel(RuleBasedStateMachine):
 
 TestAgainstAModel = AgainstAModel.TestCase
 TestAgainstAModel.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+
+
+def test_a_call_with_little_time_ends_in_time_though_the_store_is_still_being_connected_to() -> None:
+    fabric = SoftRnic()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        options = LinkOptions(connect_timeout_s=0.6)
+        client = Client(f"127.0.0.1:{silent.getsockname()[1]}", b"ns", fabric=fabric, options=options)
+        begun = time.monotonic()
+        assert client.get([b"a"], [bytearray(8)], timeout_s=0.05).status.tolist() == [ItemStatus.TIMED_OUT]
+        assert client.put([b"a"], [b"x"], timeout_s=0.05).tolist() == [ItemStatus.TIMED_OUT]
+        assert time.monotonic() - begun < 0.4
+        assert client.get([b"a"], [bytearray(8)], timeout_s=5).status.tolist() == [ItemStatus.UNAVAILABLE]
+        assert 0.5 < time.monotonic() - begun < 2
+        begun = time.monotonic()
+        assert client.get([b"a"], [bytearray(8)], timeout_s=5).status.tolist() == [ItemStatus.UNAVAILABLE]
+        assert time.monotonic() - begun < 0.1
+        client.close()
+    fabric.close()
+
+
+def test_what_came_too_late_for_one_call_costs_the_next_nothing() -> None:
+    fabric = SoftRnic()
+    store = RamStore(1 << 20, 64 << 20)
+    server = TargetServer(fabric, store.target, store.pool_region)
+    keys, pages = [f"k{at}" for at in range(8)], [value(at, 1 << 20) for at in range(8)]
+    with Client("{}:{}".format(*server.address), b"ns", fabric=fabric, options=LinkOptions(quota=8)) as client:
+        assert (client.put(keys, pages) == OK).all()
+        ended_early_count = 0
+        for turn in range(60):
+            buffers = [np.zeros(1 << 20, np.uint8) for _ in keys]
+            ended_early_count += int((client.get(keys, buffers, timeout_s=0.0002 * (1 + turn % 10)).status == ItemStatus.TIMED_OUT).any())
+            match turn % 3:
+                case 0:
+                    assert client.get(keys, buffers).ok.all()
+                    assert all(map(np.array_equal, buffers, pages))
+                case 1:
+                    assert (client.put(keys, pages) == EXISTS).all()
+                case _:
+                    assert client.exists(keys).all()
+        assert ended_early_count > 5
+    server.close(1.0)
+    fabric.close()
+
+
+def test_a_client_that_the_store_has_promised_no_block_hears_at_once_that_there_is_no_space() -> None:
+    fabric = SoftRnic()
+    store = RamStore(BLOCK, 64 * BLOCK)
+    server = TargetServer(fabric, store.target, store.pool_region)
+    address = "{}:{}".format(*server.address)
+    with Client(address, b"ns", fabric=fabric, options=LinkOptions(quota=1000)) as greedy:
+        assert greedy.put([b"a"], [b"x"]).tolist() == [OK]
+        with Client(address, b"ns", fabric=fabric) as late:
+            begun = time.monotonic()
+            assert late.put([b"b"], [b"y"]).tolist() == [ItemStatus.NO_SPACE]
+            assert time.monotonic() - begun < 2
+            assert late.get([b"a"], [bytearray(1)]).ok.all()
+    server.close(1.0)
+    fabric.close()

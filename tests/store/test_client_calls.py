@@ -178,8 +178,7 @@ def test_a_target_without_an_executor_says_where_values_are_and_they_are_loaded(
 def test_other_threads_that_poll_or_use_the_session_hold_up_no_call(store: Store) -> None:
     client = store.client()
     client.put([f"k{at}" for at in range(8)], [bytes([at]) * 500 for at in range(8)])
-    session = link(client)._session
-    assert session is not None
+    session = link(client).session(soon())
     is_over = threading.Event()
 
     def poll() -> None:
@@ -270,7 +269,9 @@ def test_lengths_are_asked_in_one_call_and_what_was_found_is_remembered(store: S
     assert found is not None
     assert found.tolist() == [100, 0, 101, 0, 102, 0, 103, 0, 104, 0]
     known = [np.empty(10, kind) for kind in (np.uint64, np.uint16, np.bool_)]
-    assert link(reader)._cache.find(object_ids(b"ns", keys), *known) == 5
+    channel = link(reader)._dialer.open
+    assert channel is not None
+    assert channel.cache.find(object_ids(b"ns", keys), *known) == 5
     many = [f"m{at}" for at in range(10_000)]
     assert not reader.exists(many).any()
     assert reader.exists([*many, "k0"]).sum() == 1
