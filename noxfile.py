@@ -11,7 +11,7 @@ from pathlib import Path
 import nox
 
 nox.options.reuse_venv = "yes"
-nox.options.sessions = ["core", "fuzz", "vllm"]
+nox.options.sessions = ["core", "fuzz", "soak", "vllm"]
 nox.options.stop_on_first_error = False
 
 # 300 s a test: a wait without an end shows where it waits instead of holding up the run.
@@ -43,6 +43,13 @@ def fuzz(session: nox.Session) -> None:
     session.run("python", "scripts/fuzz.py", *[argument for argument in session.posargs if argument.isdigit()])
 
 
+@nox.session(venv_backend="venv")
+def soak(session: nox.Session) -> None:
+    """A real store under clients that are killed, stopped and in a hurry, for two minutes; `-- SECONDS [SEED] [RESTARTS]`."""
+    session.run("python", "scripts/setup_dev.py", silent=False)
+    session.run("python", "-m", "tests.soak.store", *(session.posargs or ("120",)))
+
+
 @nox.session(venv_backend="venv", default=False)
 def tidy(session: nox.Session) -> None:
     """clang-tidy over the native code (slow, so not part of `make test`)."""
@@ -62,7 +69,7 @@ def sanitize(session: nox.Session) -> None:
 
 @nox.session(venv_backend="venv", default=False)
 def nightly(session: nox.Session) -> None:
-    """What takes hours: fuzzing, sanitizers, simulated seeds and a soak (docs/checks.md); `-- 0.1` for a tenth of it."""
+    """What takes hours: fuzzing, sanitizers, simulated seeds and two soaks (docs/checks.md); `-- 0.1` for a tenth of it."""
     share = float(session.posargs[0]) if session.posargs else 1.0
     session.run("python", "scripts/setup_dev.py", silent=False)
     session.run("python", "scripts/fuzz.py", str(round(1800 * share)))
@@ -70,6 +77,7 @@ def nightly(session: nox.Session) -> None:
         session.run("python", "scripts/sanitize.py", kind)
     session.run("python", "-m", "pytest", "tests/sim", env={"KBTP_SIM_SEEDS": str(round(50_000 * share))})
     session.run("python", "-m", "tests.soak", str(round(3600 * share)))
+    session.run("python", "-m", "tests.soak.store", str(round(1800 * share)), "1", str(round(8 * share)))
 
 
 @nox.session(venv_backend="venv", default=False)
