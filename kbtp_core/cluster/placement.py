@@ -44,6 +44,10 @@ class Placement:
         at = np.searchsorted(self._points, hashes, side="left") % self._points.size
         return np.asarray(self._owners[at], np.int64)
 
+    def points(self) -> tuple[list[int], list[int]]:
+        """The circle: each point in order, and the index of its owner."""
+        return self._points.tolist(), self._owners.tolist()
+
 
 def _points(name: str, weight: int) -> NDArray[np.uint32]:
     digests = b"".join(hashlib.md5(f"{name}-{i}".encode(), usedforsecurity=False).digest() for i in range(_HASHES_PER_WEIGHT * weight))

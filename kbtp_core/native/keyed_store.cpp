@@ -23,6 +23,27 @@ KeyedStore::KeyedStore(std::shared_ptr<Executor> executor, KeyedOptions options)
     free_.reserve(options_.capacity);
     for (u64 number = options_.capacity; number > 0; --number) free_.push_back(static_cast<u32>(number - 1));
     executor_->watch(options_.base_entry, options_.capacity);
+    lanes_.resize(1);
+}
+
+void KeyedStore::set_lanes(std::vector<u32> points, std::vector<u8> owners, u64 count) {
+    std::lock_guard lock(mutex_);
+    points_ = std::move(points);
+    owners_ = std::move(owners);
+    lanes_.resize(std::max<u64>(count, 1));
+}
+
+// As cluster/placement.py has it: the first point at or after the key's hash, wrapping.
+u8 KeyedStore::lane_of(const ValueKey& key) const {
+    if (points_.empty()) return 0;
+    const u32 hash = u32{key.id[0]} | u32{key.id[1]} << 8 | u32{key.id[2]} << 16 | u32{key.id[3]} << 24;
+    const auto at = std::lower_bound(points_.begin(), points_.end(), hash);
+    return owners_[at == points_.end() ? 0 : static_cast<std::size_t>(at - points_.begin())];
+}
+
+void KeyedStore::tell_flushers() {
+    for (Lane& lane : lanes_)
+        if (!lane.dirty.empty()) lane.has_dirty.notify_one();
 }
 
 u64 KeyedStore::now_ms() const {
@@ -114,6 +135,8 @@ u64 KeyedStore::remove(u64 tenant, std::span<const u8> ids, bool fence, u8* was_
         const bool is_there = number != KeyedIndex<KeyOf>::kNone;
         if (was_there) was_there[i] = is_there;
         if (!is_there) continue;
+        const u8 flags = values_[number].flags;
+        if (was_there && flags & kBusy && flags & kDirty) was_there[i] = 2;
         leave(number);
         ++removed;
     }
@@ -124,7 +147,7 @@ u64 KeyedStore::remove(u64 tenant, std::span<const u8> ids, bool fence, u8* was_
 void KeyedStore::unfence(u64 tenant, std::span<const u8> ids) {
     std::lock_guard lock(mutex_);
     for (u64 i = 0; i < ids.size() / 16; ++i) drop_fence(ValueKey::from(tenant, &ids[16 * i]));
-    if (!dirty_.empty()) has_dirty_.notify_one();
+    tell_flushers();
 }
 
 void KeyedStore::drop_fence(const ValueKey& key) {
@@ -193,7 +216,7 @@ u64 KeyedStore::publish(const StoreGrant& grant, const Space& space, u64 tenant,
             out[i] = decide(grant, space, tenant, flags, items[i], false);
             undecided += out[i].status >= status::is_committing;
         }
-    if (!dirty_.empty()) has_dirty_.notify_one();
+    tell_flushers();
     return undecided;
 }
 
@@ -220,7 +243,7 @@ bool KeyedStore::publish_now(const StoreGrant& grant, const Space& space, u64 te
     }
     for (const u64 index : claims)
         if (index != kNoHandle) executor_->drop_claim(index);
-    if (!dirty_.empty()) has_dirty_.notify_one();
+    tell_flushers();
     return all;
 }
 
@@ -237,7 +260,7 @@ PublishResult KeyedStore::decide(const StoreGrant& grant, const Space& space, u6
     }
     const bool is_on_disk = !is_fenced(key) && (item.is_on_disk() || (backing_ && backing_->length_of(key)));
     if (is_on_disk) return lost(grant, index, KeyedIndex<KeyOf>::kNone, item, is_claimed);
-    if (const u16 full = make_room(tenant, entry.length); full != status::ok) return refused(full);
+    if (const u16 full = make_room(key, entry.length); full != status::ok) return refused(full);
     u64 block_offset = entry.block_offset;
     if (item.is_copied()) {
         const auto copy = executor_->allocate();
@@ -288,9 +311,10 @@ void KeyedStore::note(u32 number, const Space& space, u64 tenant, u32 flags) {
     if (has_disk()) {
         value.flags |= kDirty;
         ++dirty_count_;
+        ++lanes_[value.lane].dirty_count;
         if (waits_for_disk(tenant, flags)) value.flags |= kCommitting;
         if (options_.writes_around) value.flags |= kThrough;
-        dirty_.push(number);
+        lanes_[value.lane].dirty.push(number);
     }
     update_held(number);
     if (flags & publish_flag::pin && 2 * (pinned_count_ + 1) <= options_.capacity + 1) pin_until(number, now + options_.default_lease_ms);
@@ -311,9 +335,10 @@ bool KeyedStore::may_park(u64 tenant, u32 flags) const {
     return !has_disk() || (backing_ && !waits_for_disk(tenant, flags));
 }
 
-// Room for one more block of `length` octets of this tenant, by eviction if need be; or why there is none.
-u16 KeyedStore::make_room(u64 tenant, u32 length) {
-    if (has_disk() && dirty_count_ >= options_.dirty_limit) {
+// Room for one more block of `length` octets for this key, by eviction if need be; or why there is none.
+u16 KeyedStore::make_room(const ValueKey& key, u32 length) {
+    const u64 tenant = key.tenant;
+    if (has_disk() && (dirty_count_ >= options_.dirty_limit || lanes_[lane_of(key)].dirty_count >= lane_share(options_.dirty_limit))) {
         ++counters_.refused_dirty;
         return status::no_space;
     }
@@ -384,6 +409,7 @@ u32 KeyedStore::take_number(const ValueKey& key) {
     free_.pop_back();
     values_[number] = Value{};
     values_[number].key = key;
+    values_[number].lane = lane_of(key);
     index_.insert(key, number);
     executor_->recent(number / 64).fetch_and(~number_bit(number), std::memory_order_relaxed);
     ++used_;
@@ -397,7 +423,7 @@ void KeyedStore::leave(u32 number) {
     discharge(value.key.tenant, value.length);
     if (value.flags & kCommitting) settled_.push_back({index_of(number), executor_->generation(index_of(number)), status::not_bound, 0});
     if (value.flags & kBusy && value.flags & kDirty) ++fences_[value.key];  // until the caller of `flushed` has taken it off the disk
-    if (value.flags & kDirty) --dirty_count_;
+    if (value.flags & kDirty) --dirty_count_, --lanes_[value.lane].dirty_count;
     if (value.pins) --pinned_count_;
     value.pins = 0;
     value.flags &= kBusy;
@@ -507,12 +533,13 @@ KeyedStore::Deadline KeyedStore::deadline_of(const Deadlines& heap, u32 number) 
 
 // --- namespaces and lists ---------------------------------------------------------------------------------------------------------
 
-u64 KeyedStore::remove_space(u64 tenant, u64 space, u64 cursor, u64& removed) {
+u64 KeyedStore::remove_space(u64 tenant, u64 space, u64 cursor, u64 lane, u64& removed) {
     std::lock_guard lock(mutex_);
     const u64 end = std::min(options_.capacity, cursor + kScanStep);
     for (u64 at = cursor; at < end; ++at) {
         const Value& value = values_[at];
         if ((value.state != State::resident && value.state != State::promoting) || value.key.tenant != tenant) continue;
+        if (lane != kAllLanes && value.lane != lane) continue;
         // Of what was read from disk the namespace isn't known, and the disk has it.
         const bool is_read = value.flags & kRead || value.state == State::promoting;
         if (!is_read && value.space != space) continue;

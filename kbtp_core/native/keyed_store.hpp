@@ -12,13 +12,16 @@
 // 3. used <= limit: the blocks that the store holds, and what is left of the pool when every session has its quota. So no session ever
 //    misses a block that it was promised: whoever adopts or reserves makes room first.
 // 4. CLOCK takes what is resident and not held. Held is what is dirty, being flushed, or pinned.
-// 5. The first writer of a key wins, and a key that is being removed (`fences_`) is neither flushed nor promoted until that has ended.
+// 5. Each disk has a lane of its own (`lane_of`), so that one that hangs holds up nothing that another could take: neither its flushers nor
+//    its readers, and what waits for one disk leaves room for the others.
+// 6. The first writer of a key wins, and a key that is being removed (`fences_`) is neither flushed nor promoted until that has ended.
 //
 // `mutex_` guards everything; any thread may call. The entries of the store's range are written under it alone; entries of a session that
 // adopts are that session's (executor.hpp), so whoever serves the session calls.
 #pragma once
 
 #include <condition_variable>
+#include <deque>
 #include <mutex>
 #include <queue>
 #include <unordered_map>
@@ -46,7 +49,7 @@ namespace publish_flag {
 inline constexpr u32 durable = 1, pin = 2, known = 3;
 }
 
-inline constexpr u64 kNoHandle = ~u64{0};
+inline constexpr u64 kNoHandle = ~u64{0}, kAllLanes = ~u64{0};
 
 // These mirror the arrays of store/ram.py.
 struct LookupItem {
@@ -85,7 +88,7 @@ struct DiskItem {
     u64 space, address, handle;
     u32 number, length, crc, expiry_s;
     u16 generation, status;
-    u32 reserved;
+    u32 has_left;
 };
 static_assert(sizeof(DiskItem) == 72);
 
@@ -174,6 +177,8 @@ class KeyedStore {
 
     bool has_disk() const { return options_.dirty_limit > 0; }
     void set_backing(std::shared_ptr<BackingIndex> backing);
+    // As many lanes as there are disks; `points` in order, and the lane that each point of the ring belongs to. Before anything is kept.
+    void set_lanes(std::vector<u32> points, std::vector<u8> owners, u64 count);
     bool has_backing() const { return backing_ != nullptr; }
     void set_limit_of_tenant(u64 tenant, u64 bytes);  // ~0: none
     void set_default_limit(u64 bytes);
@@ -196,7 +201,7 @@ class KeyedStore {
                      PublishResult* out);
     // Whether a PUBLISH may wait for its stores without the software target: its answer does not wait for the disk.
     bool may_park(u64 tenant, u32 flags) const;
-    // Hide these ids, and with `fence` keep them off the disk until `unfence`.
+    // Hide these ids, and with `fence` keep them off the disk until `unfence`. `was_there` is 2 for what is being written to disk just now.
     u64 remove(u64 tenant, std::span<const u8> ids, bool fence, u8* was_there);
     void unfence(u64 tenant, std::span<const u8> ids);
     // Nothing: whoever's it is. `tenants` is sorted.
@@ -208,7 +213,7 @@ class KeyedStore {
     // zero, so its key does not change, and was written before the entry became valid. Without the lock.
     u64 tenant_of_read(u64 index) const { return values_[index - options_.base_entry].key.tenant; }
     // One step over the values from `cursor` on; returns where to go on, 0 at the end.
-    u64 remove_space(u64 tenant, u64 space, u64 cursor, u64& removed);
+    u64 remove_space(u64 tenant, u64 space, u64 cursor, u64 lane, u64& removed);  // of one lane, or of kAllLanes
     u64 list(u64 tenant, u64 space, u64 cursor, std::span<ListItem> out, u64& count);
     // Whether the entry is a promoting value's that has this generation once it is read; 0 accepts any.
     bool will_have(u64 index, u16 generation) const;
@@ -219,16 +224,16 @@ class KeyedStore {
     u64 tick();
 
     // --- disk, keyed_store_disk.cpp ---------------------------------------------------------------------------------------------------
-    // Values to write, oldest first, held until `flushed`. Waits up to `wait_s` for the first one.
-    u64 take_dirty(std::span<DiskItem> out, double wait_s);
-    // `status` of each: OK, ALREADY_BOUND where the disk had the key before, or why it failed. Afterwards `status` is NOT_BOUND where
+    // Values to write to the lane's disk, oldest first, held until `flushed`. Waits up to `wait_s` for the first one.
+    u64 take_dirty(u64 lane, std::span<DiskItem> out, double wait_s);
+    // `status` of each: OK, ALREADY_BOUND where the disk had the key before, or why it failed. Afterwards `has_left` is 1 where
     // the value was removed meanwhile: the caller takes it off the disk and then calls `unfence`.
     void flushed(std::span<DiskItem> items);
     // Blocks for values that are on disk: handle, generation and address, or a status.
     void reserve(std::span<DiskItem> items);
     void promoted(std::span<DiskItem> items);  // by `status`
     // Values that were read from disk, from `cursor` on; returns where to go on, 0 at the end. And let go of some.
-    u64 list_read(u64 cursor, std::span<DiskItem> out, u64& count) const;
+    u64 list_read(u64 lane, u64 cursor, std::span<DiskItem> out, u64& count) const;
     void drop_read(std::span<const DiskItem> items);
     void wake_flushers();
     // What has been decided since the last call for those who wait: commits of DURABLE publishes, and promotions.
@@ -254,7 +259,7 @@ class KeyedStore {
         u32 length = 0, crc = 0, expiry_s = 0;
         u16 pins = 0;
         State state = State::free;
-        u8 flags = 0;
+        u8 flags = 0, lane = 0;
     };
     struct KeyOf {
         const KeyedStore* store;
@@ -266,6 +271,12 @@ class KeyedStore {
         bool operator>(const Deadline& other) const { return at > other.at; }
     };
     using Deadlines = std::priority_queue<Deadline, std::vector<Deadline>, std::greater<>>;
+    // A disk: what waits for it.
+    struct Lane {
+        std::queue<u32> dirty;
+        std::condition_variable has_dirty;
+        u64 dirty_count = 0, reading_count = 0;
+    };
     struct Usage {
         u64 bytes = 0, limit = 0;
         bool has_limit = false;
@@ -281,7 +292,10 @@ class KeyedStore {
     PublishResult decide(const StoreGrant& grant, const Space& space, u64 tenant, u32 flags, const PublishItem& item, bool is_claimed);
     PublishResult lost(const StoreGrant& grant, u64 index, u32 winner, const PublishItem& item, bool is_claimed);
     u16 check(const StoreGrant& grant, const PublishItem& item, u64& index, Entry& entry) const;
-    u16 make_room(u64 tenant, u32 length);
+    u16 make_room(const ValueKey& key, u32 length);
+    u8 lane_of(const ValueKey& key) const;
+    void tell_flushers();
+    u64 lane_share(u64 blocks) const { return lanes_.size() > 1 ? blocks * 3 / 5 : blocks; }  // so that no lane has all
     bool evict();
     void free_resident(u32 number);
     u32 take_number(const ValueKey& key);
@@ -317,7 +331,6 @@ class KeyedStore {
     std::atomic<bool> has_siblings_{false};
 
     mutable std::mutex mutex_;
-    std::condition_variable has_dirty_;
     std::vector<Value> values_;
     KeyedIndex<KeyOf> index_;
     std::vector<u32> free_;
@@ -326,7 +339,9 @@ class KeyedStore {
     u64 used_ = 0, limit_ = 0, resident_count_ = 0, promoting_count_ = 0, held_count_ = 0, dirty_count_ = 0;
     u64 pinned_count_ = 0;
     std::vector<u32> leaving_;
-    std::queue<u32> dirty_;
+    std::deque<Lane> lanes_;   // one a disk; conditions don't move
+    std::vector<u32> points_;  // of the ring that gives each key its lane …
+    std::vector<u8> owners_;   // … and whose they are
     std::unordered_map<ValueKey, u32, ValueKeyHash> fences_;
     std::unordered_map<u64, Usage> tenants_;
     u64 default_limit_ = ~u64{0};

@@ -11,18 +11,20 @@ namespace kbtp {
 
 // --- to the disk -----------------------------------------------------------------------------------------------------------------
 
-u64 KeyedStore::take_dirty(std::span<DiskItem> out, double wait_s) {
+u64 KeyedStore::take_dirty(u64 which, std::span<DiskItem> out, double wait_s) {
     std::unique_lock lock(mutex_);
-    if (wait_s > 0) has_dirty_.wait_for(lock, std::chrono::duration<double>(wait_s), [this] { return !dirty_.empty() || is_waking_; });
+    Lane& lane = lanes_[which];
+    std::queue<u32>& dirty = lane.dirty;
+    if (wait_s > 0) lane.has_dirty.wait_for(lock, std::chrono::duration<double>(wait_s), [&] { return !dirty.empty() || is_waking_; });
     is_waking_ = false;
     u64 count = 0;
-    for (u64 left = dirty_.size(); left > 0 && count < out.size(); --left) {
-        const u32 number = dirty_.front();
-        dirty_.pop();
+    for (u64 left = dirty.size(); left > 0 && count < out.size(); --left) {
+        const u32 number = dirty.front();
+        dirty.pop();
         Value& value = values_[number];
         if (value.state != State::resident || !(value.flags & kDirty) || value.flags & kBusy) continue;  // it left, or is under way
         if (is_fenced(value.key)) {
-            dirty_.push(number);
+            dirty.push(number);
             continue;
         }
         value.flags |= kBusy;
@@ -47,18 +49,17 @@ void KeyedStore::flushed(std::span<DiskItem> items) {
     for (DiskItem& item : items) {
         Value& value = values_[item.number];
         value.flags &= static_cast<u8>(~kBusy);
-        if (value.state == State::leaving) {  // `finish` by the next tick; the fence of `leave` stays for the caller
-            item.status = status::not_bound;
-            continue;
-        }
+        item.has_left = value.state == State::leaving;
+        if (item.has_left) continue;             // `finish` by the next tick; the fence of `leave` stays for the caller
         if (item.status == status::undecided) {  // try again
-            dirty_.push(item.number);
+            lanes_[value.lane].dirty.push(item.number);
             continue;
         }
         const bool was_committing = value.flags & kCommitting, is_through = value.flags & kThrough, is_ok = item.status == status::ok;
         if (was_committing) settled_.push_back({index_of(item.number), item.generation, item.status, 0});
         value.flags &= static_cast<u8>(~(kDirty | kCommitting));
         --dirty_count_;
+        --lanes_[value.lane].dirty_count;
         update_held(item.number);
         ++(is_ok ? counters_.flushed : item.status == status::already_bound ? counters_.overruled : counters_.flush_failed);
         // The disk's value is the one that counts; and a writer who was told that it failed must not find it.
@@ -69,7 +70,7 @@ void KeyedStore::flushed(std::span<DiskItem> items) {
 void KeyedStore::wake_flushers() {
     std::lock_guard lock(mutex_);
     is_waking_ = true;
-    has_dirty_.notify_all();
+    for (Lane& lane : lanes_) lane.has_dirty.notify_all();
 }
 
 // --- from the disk ---------------------------------------------------------------------------------------------------------------
@@ -90,7 +91,12 @@ void KeyedStore::reserve(std::span<DiskItem> items) {
             item.status = status::not_bound;
             continue;
         }
+        Lane& lane = lanes_[lane_of(item.key)];
         std::optional<u64> block_offset;
+        if (lane.reading_count >= std::max<u64>(lane_share(limit_), 1)) {
+            item.status = status::no_space;
+            continue;
+        }
         if (used_ >= limit_ && !evict()) tick_locked();
         if (used_ < limit_ || evict()) block_offset = executor_->allocate();
         if (!block_offset) {
@@ -102,6 +108,7 @@ void KeyedStore::reserve(std::span<DiskItem> items) {
         value.block_offset = *block_offset;
         value.length = item.length;
         value.flags = kBusy;
+        ++lane.reading_count;
         set_state(number, State::promoting);
         charge(item.key.tenant, value.length);
         item.number = number;
@@ -117,6 +124,7 @@ void KeyedStore::promoted(std::span<DiskItem> items) {
     for (DiskItem& item : items) {
         Value& value = values_[item.number];
         value.flags &= static_cast<u8>(~kBusy);
+        --lanes_[value.lane].reading_count;
         if (value.state == State::promoting) {
             if (item.status == status::ok && item.length == value.length) {
                 value.crc = item.crc;
@@ -133,12 +141,12 @@ void KeyedStore::promoted(std::span<DiskItem> items) {
     }
 }
 
-u64 KeyedStore::list_read(u64 cursor, std::span<DiskItem> out, u64& count) const {
+u64 KeyedStore::list_read(u64 lane, u64 cursor, std::span<DiskItem> out, u64& count) const {
     std::lock_guard lock(mutex_);
     u64 at = cursor;
     for (count = 0; at < options_.capacity && count < out.size(); ++at) {
         const Value& value = values_[at];
-        if (value.state != State::resident || !(value.flags & kRead)) continue;
+        if (value.state != State::resident || !(value.flags & kRead) || value.lane != lane) continue;
         DiskItem& item = out[count++] = DiskItem{};
         item.key = value.key;
         item.number = static_cast<u32>(at);
@@ -234,6 +242,9 @@ void KeyedStore::check_integrity() const {
     expect(free_.size() + used_ == options_.capacity, "a number is lost");
     expect(resident == resident_count_ && promoting == promoting_count_ && leaving == leaving_.size(), "states are miscounted");
     expect(index_.count() == resident + promoting, "the index has keys of no value");
+    u64 in_lanes = 0;
+    for (const Lane& lane : lanes_) in_lanes += lane.dirty_count;
+    expect(in_lanes == dirty_count_, "what waits for each disk is miscounted");
     expect(dirty == dirty_count_ && held == held_count_ && pinned == pinned_count_, "holds are miscounted");
     for (const auto& [tenant, usage] : tenants_) expect(bytes[tenant] == usage.bytes, "a tenant's octets are miscounted");
     for (const auto& [tenant, count] : bytes) expect(count == bytes_of(tenant), "a tenant's octets are not counted");

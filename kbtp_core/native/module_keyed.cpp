@@ -106,6 +106,7 @@ void bind_store(nb::module_& m) {
              [](KeyedStore& store, std::vector<std::shared_ptr<store::Slab>> slabs) {
                  store.set_backing(std::make_shared<SlabIndex>(std::move(slabs)));
              })
+        .def("set_lanes", &KeyedStore::set_lanes)
         .def("set_limit_of_tenant", &KeyedStore::set_limit_of_tenant)
         .def("set_default_limit", &KeyedStore::set_default_limit)
         .def("set_now", &KeyedStore::set_now)
@@ -126,11 +127,12 @@ void bind_store(nb::module_& m) {
         .def("tenant_of", &KeyedStore::tenant_of)
         .def(
             "remove_space",
-            [](KeyedStore& store, u64 tenant, u64 space, u64 cursor) {
+            [](KeyedStore& store, u64 tenant, u64 space, u64 cursor, std::optional<u64> lane) {
                 u64 removed = 0;
-                const u64 next = store.remove_space(tenant, space, cursor, removed);
+                const u64 next = store.remove_space(tenant, space, cursor, lane.value_or(kAllLanes), removed);
                 return std::pair(next, removed);
             },
+            nb::arg("tenant"), nb::arg("space"), nb::arg("cursor"), nb::arg("lane").none() = nb::none(),
             nb::call_guard<nb::gil_scoped_release>())
         .def("list",
              [](KeyedStore& store, u64 tenant, u64 space, u64 cursor, nb::handle out) {
@@ -141,15 +143,15 @@ void bind_store(nb::module_& m) {
              })
         .def("will_have", &KeyedStore::will_have)
         .def("tick", &KeyedStore::tick, nb::call_guard<nb::gil_scoped_release>())
-        .def("take_dirty", [](KeyedStore& store, nb::handle out,
-                              double wait_s) { return with_items(out, [&](auto items) { return store.take_dirty(items, wait_s); }); })
+        .def("take_dirty", [](KeyedStore& store, u64 lane, nb::handle out,
+                              double wait_s) { return with_items(out, [&](auto items) { return store.take_dirty(lane, items, wait_s); }); })
         .def("flushed", [](KeyedStore& store, nb::handle items) { with_items(items, [&](auto span) { store.flushed(span); }); })
         .def("reserve", [](KeyedStore& store, nb::handle items) { with_items(items, [&](auto span) { store.reserve(span); }); })
         .def("promoted", [](KeyedStore& store, nb::handle items) { with_items(items, [&](auto span) { store.promoted(span); }); })
         .def("list_read",
-             [](const KeyedStore& store, u64 cursor, nb::handle out) {
+             [](const KeyedStore& store, u64 lane, u64 cursor, nb::handle out) {
                  u64 count = 0;
-                 const u64 next = with_items(out, [&](auto items) { return store.list_read(cursor, items, count); });
+                 const u64 next = with_items(out, [&](auto items) { return store.list_read(lane, cursor, items, count); });
                  return std::pair(next, count);
              })
         .def("drop_read", [](KeyedStore& store, nb::handle items) { with_items(items, [&](auto span) { store.drop_read(span); }); })

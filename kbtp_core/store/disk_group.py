@@ -29,8 +29,8 @@ class DiskGroup:
     """A `DiskEngine` over others, which it closes. Names are what the ring knows a disk by: they stay with their disk."""
 
     def __init__(self, engines: Mapping[str, DiskEngine]) -> None:
-        self._placement = Placement(dict.fromkeys(engines, DISK_WEIGHT))
-        self.names = self._placement.names
+        self.placement: Final = Placement(dict.fromkeys(engines, DISK_WEIGHT))
+        self.names = self.placement.names
         self.engines = tuple(engines[name] for name in self.names)
         self._pool = ThreadPoolExecutor(len(engines) * _CALLS_AT_ONCE, "kbtp-disk")
 
@@ -113,7 +113,7 @@ class DiskGroup:
 
     def _cut(self, keys: Keys, work: Callable[[DiskEngine, Rows], T]) -> Sequence[tuple[Rows, T]]:
         """`work` on each disk that has keys of this batch, with the rows of its keys."""
-        owners = self._placement.owners(keys[:, 8:])
+        owners = self.placement.owners(keys[:, 8:])
         order = np.argsort(owners, kind="stable")
         disks, starts = np.unique(owners[order], return_index=True)
         rows = np.split(order, starts[1:]) if len(disks) else []

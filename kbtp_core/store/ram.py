@@ -312,13 +312,13 @@ class RamStore:
 
     def _remove_namespace(self, tenant: int, namespace: int) -> int | Deferred[int]:
         if self.tier is None:
-            return self._forget(tenant, namespace)
+            return self._forget(tenant, namespace, None)
         return self.tier.remove_namespace(tenant, namespace, partial(self._forget, tenant, namespace))
 
-    def _forget(self, tenant: int, namespace: int) -> int:
+    def _forget(self, tenant: int, namespace: int, lane: int | None) -> int:
         total = cursor = 0
         while True:
-            cursor, removed = self.native.remove_space(tenant, namespace, cursor)
+            cursor, removed = self.native.remove_space(tenant, namespace, cursor, lane)
             total += removed
             if not cursor:
                 return total

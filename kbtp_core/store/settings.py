@@ -88,7 +88,7 @@ class StoreSettings(Settings):
         "ram", description="When a put is answered: once the value is in RAM, or once it is on disk."
     )
     dirty_limit: float = Field(0.8, gt=0, le=1, description="Part of the RAM that may wait for the disk; new keys are refused above it.")
-    flush_threads: int = Field(2, ge=1, le=64, description="Threads that write values to disk.")
+    flush_threads: int = Field(2, ge=1, le=64, description="Threads that write values, for each disk.")
     ttl_s: int = Field(0, ge=0, description="Seconds until a value expires whose client asked for nothing else; 0: never.")
     quota_file: Path | None = Field(None, description="Committed octets for each tenant; read again on SIGHUP.")
     quota_default: ByteSize = Field(ByteSize(0), description="For tenants that the file does not name; 0: no limit.")

@@ -5,79 +5,35 @@ code without the GIL, and use the blocks themselves: nothing is copied on the wa
 
 1. A value is held in RAM until the disk has it. What the disk does not take stays in RAM as if it were clean, unless a writer waits for it.
 2. The disk's value wins: where a key turns out to be there already, the one in RAM goes.
-3. A key that was removed while it was written is removed from the disk, too, before anything of that key is written again.
+3. A key that was removed while it was written is removed from the disk, too, before anything of that key is written again, and before the
+   removal is answered.
+4. Each disk has threads of its own (`disk_lane`): nobody waits for a disk that has nothing of his.
 """
 
 from __future__ import annotations
 
 import atexit
-import logging
-import queue
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kbtp_core.protocol.constants import Status
-from kbtp_core.protocol.keyed import ID_BYTES, Ids
-from kbtp_core.protocol.keyed_backend import Deferred
-from kbtp_core.store.disk import DiskEngine, DiskStatus, Keys
+from kbtp_core.protocol.keyed import Ids
+from kbtp_core.protocol.keyed_backend import Deferred, total_of
+from kbtp_core.store.disk import DiskEngine
 from kbtp_core.store.disk_group import DiskGroup
+from kbtp_core.store.disk_lane import DISK_ITEM, DiskLane, keys_of
 from kbtp_core.store.slab import SlabEngine
 
 if TYPE_CHECKING:
     from kbtp_core import _native
 
-_log = logging.getLogger(__name__)
+__all__ = ["DISK_ITEM", "DiskTier", "keys_of", "slabs_of"]
 
-DISK_ITEM: Final = np.dtype(
-    [
-        ("tenant", "u8"),
-        ("id", "u1", ID_BYTES),
-        ("namespace", "u8"),
-        ("address", "u8"),
-        ("handle", "u8"),
-        ("number", "u4"),
-        ("length", "u4"),
-        ("crc", "u4"),
-        ("expiry_s", "u4"),
-        ("generation", "u2"),
-        ("status", "u2"),
-        ("reserved", "u4"),
-    ]
-)
-"""A value on its way, 72 octets; mirrors native/keyed_store.hpp."""
-
-_STATUS: Final = {
-    DiskStatus.OK: Status.OK,
-    DiskStatus.EXISTS: Status.ALREADY_BOUND,
-    DiskStatus.LENGTH: Status.LENGTH,
-    DiskStatus.REMOVED: Status.NOT_BOUND,
-}
-_PUT_STATUS: Final = np.array([_STATUS.get(status, Status.NO_SPACE) for status in DiskStatus], np.uint16)
-_WAIT_S: Final = 0.25
 _EXIT_TIMEOUT_S: Final = 2.0  # for a tier that was not closed before the interpreter ends
-_EXPIRE_EVERY_S: Final = 1.0
-
-
-def keys_of(tenant: int, ids: Ids) -> Keys:
-    """(n, 24) Keys of a tenant's ids."""
-    keys = np.empty((len(ids), 8 + ID_BYTES), np.uint8)
-    keys[:, :8] = np.frombuffer(tenant.to_bytes(8, "big"), np.uint8)
-    keys[:, 8:] = ids
-    return keys
-
-
-def _item_keys(items: NDArray[Any]) -> Keys:
-    keys = np.empty((len(items), 8 + ID_BYTES), np.uint8)
-    keys[:, :8] = items["tenant"].astype(">u8").view(np.uint8).reshape(-1, 8)
-    keys[:, 8:] = items["id"]
-    return keys
+_MOST: Final = 0xFFFF_FFFF
 
 
 def slabs_of(engine: DiskEngine) -> list[_native.Slab] | None:
@@ -90,7 +46,10 @@ def slabs_of(engine: DiskEngine) -> list[_native.Slab] | None:
 
 
 class DiskTier:
-    """Moves values between `native` and `engine` until `close`. `settled` is called when something has been decided."""
+    """Moves values between `native` and `engine` until `close`. `settled` is called when something has been decided.
+
+    There are `flusher_count` threads that write and `reader_count` that read for each disk.
+    """
 
     def __init__(
         self,
@@ -104,24 +63,17 @@ class DiskTier:
     ) -> None:
         self.engine: Final = engine
         self._native = native
-        self._settled = settled
-        self._batch_count = batch_count
-        self._is_closing = False
-        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._reader_count = reader_count
-        self._next_expiry = 0.0
-        self._flushing = threading.Condition()  # guards the two below
-        self._writer_count = self._pause_count = 0
         slabs = slabs_of(engine)
         self.is_asked_natively: Final = slabs is not None
         """Whether `native` knows by itself what is on disk."""
         if slabs is not None:
             native.ask_slabs(slabs)
-        threads = [(self._flush, f"kbtp-flush-{at}") for at in range(flusher_count)]
-        threads += [(self._run_tasks, f"kbtp-disk-{at}") for at in range(reader_count)]
-        self._threads = [threading.Thread(target=run, name=name, daemon=True) for run, name in threads]
-        for thread in self._threads:
-            thread.start()
+        self._placement = engine.placement if isinstance(engine, DiskGroup) and len(engine.engines) > 1 else None
+        engines = engine.engines if isinstance(engine, DiskGroup) and self._placement is not None else (engine,)
+        if self._placement is not None:
+            native.set_lanes(*self._placement.points(), len(engines))
+        counts = {"flusher_count": flusher_count, "reader_count": reader_count, "batch_count": batch_count}
+        self.lanes: Final = tuple(DiskLane(native, number, one, settled, **counts) for number, one in enumerate(engines))
         # A thread that still waits in native code while the interpreter is torn down would take the process with it.
         atexit.register(self.close, _EXIT_TIMEOUT_S)
 
@@ -133,43 +85,19 @@ class DiskTier:
 
     def promote(self, items: NDArray[Any]) -> None:
         """Read these values (DISK_ITEM, as `reserve` left them) into their blocks."""
-        for start in range(0, len(items), self._batch_count):
-            part = items[start : start + self._batch_count].copy()
-            self._tasks.put(partial(self._read, part))
+        for lane, rows in self._cut(items["id"]):
+            lane.read(items[rows])
 
-    def remove(self, tenant: int, ids: Ids) -> Deferred[int]:
+    def remove(self, tenant: int, ids: Ids) -> int | Deferred[int]:
         """Forget values in RAM at once, and on disk; how many there were."""
         was_there = np.zeros(len(ids), np.uint8)
         self._native.remove(tenant, ids, True, was_there)
-        result: Deferred[int] = Deferred()
+        parts = [lane.remove(tenant, np.ascontiguousarray(ids[rows]), was_there[rows]) for lane, rows in self._cut(ids)]
+        return total_of(parts, _MOST)
 
-        def run() -> None:
-            was_on_disk: NDArray[np.bool_] = np.zeros(len(ids), np.bool_)
-            try:
-                was_on_disk = self.engine.remove(keys_of(tenant, ids))
-            finally:
-                self._native.unfence(tenant, ids)
-                result.set(int(np.count_nonzero(was_on_disk | (was_there != 0))))
-
-        self._tasks.put(run)
-        return result
-
-    def remove_namespace(self, tenant: int, namespace: int, in_ram: Callable[[], int]) -> Deferred[int]:
-        """Forget a namespace's values: `in_ram` does so in RAM, and says how many there were that are on no disk."""
-        result: Deferred[int] = Deferred()
-
-        def run() -> None:
-            count = 0
-            with self._no_flush():  # a value that is being written would count twice
-                count = in_ram()
-                try:
-                    count += self.engine.remove_namespace(tenant, namespace)
-                finally:
-                    in_ram()  # what was read from disk meanwhile
-                    result.set(count)
-
-        self._tasks.put(run)
-        return result
+    def remove_namespace(self, tenant: int, namespace: int, in_ram: Callable[[int], int]) -> int | Deferred[int]:
+        """Forget a namespace's values: `in_ram` does so in RAM, for one lane, and says how many there were that are on no disk."""
+        return total_of([lane.remove_namespace(tenant, namespace, in_ram) for lane in self.lanes], _MOST)
 
     def close(self, timeout_s: float = 30.0) -> bool:
         """Write what is dirty, within `timeout_s`, and end the threads; whether all of it was written. The engine stays open."""
@@ -178,98 +106,20 @@ class DiskTier:
         while self._native.stats()["dirty"] and time.monotonic() < deadline:
             self._native.wake_flushers()
             time.sleep(0.005)
-        self._is_closing = True
-        for _ in range(self._reader_count):
-            self._tasks.put(None)
-        for thread in self._threads:
-            self._native.wake_flushers()
-            thread.join(max(0.1, deadline - time.monotonic()))
+        for lane in self.lanes:
+            lane.begin_close()
+        for lane in self.lanes:
+            lane.end(deadline)
         return self._native.stats()["dirty"] == 0
 
-    @contextmanager
-    def _no_flush(self) -> Iterator[None]:
-        """No batch is being written meanwhile."""
-        with self._flushing:
-            self._pause_count += 1
-            self._flushing.wait_for(lambda: self._writer_count == 0)
-        try:
-            yield
-        finally:
-            with self._flushing:
-                self._pause_count -= 1
-                self._flushing.notify_all()
-
-    # Threads -------------------------------------------------------------------------------------------------------------
-
-    def _flush(self) -> None:
-        items = np.zeros(self._batch_count, DISK_ITEM)
-        while not self._is_closing:
-            with self._flushing:
-                self._flushing.wait_for(lambda: self._pause_count == 0)
-                self._writer_count += 1
-            try:
-                count = self._native.take_dirty(items, _WAIT_S)
-                if count:
-                    self._write(items[:count].copy())
-            finally:
-                with self._flushing:
-                    self._writer_count -= 1
-                    self._flushing.notify_all()
-            self._expire()
-
-    def _write(self, items: NDArray[Any]) -> None:
-        keys = _item_keys(items)
-        columns = [np.ascontiguousarray(items[name]) for name in ("address", "length", "crc", "namespace", "expiry_s")]
-        try:
-            items["status"] = _PUT_STATUS[self.engine.put(keys, *columns)]
-        except Exception:  # noqa: BLE001 - logged; the next batch may fare better
-            _log.exception("a batch of %d values could not be written", len(items))
-            items["status"] = Status.NO_SPACE
-        was_written = (items["status"] == Status.OK) | (items["status"] == Status.ALREADY_BOUND)
-        self._native.flushed(items)
-        was_removed = items["status"] == Status.NOT_BOUND
-        if was_removed.any():
-            self.engine.remove(keys[was_removed & was_written])
-            for item in items[was_removed]:
-                self._native.unfence(int(item["tenant"]), np.ascontiguousarray(item["id"]))
-        self._settled()
-
-    def _run_tasks(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            try:
-                task()
-            except Exception:  # noqa: BLE001 - logged; the next batch may fare better
-                _log.exception("a task of the disk tier has failed")
-            self._settled()
-
-    def _read(self, items: NDArray[Any]) -> None:
-        keys, lengths = _item_keys(items), np.ascontiguousarray(items["length"])
-        try:
-            got = self.engine.get(keys, np.ascontiguousarray(items["address"]), lengths, np.zeros(len(items), np.uint32))
-            is_whole = (got.status == DiskStatus.OK) & (got.stored_lengths == lengths)
-            items["crc"] = got.crcs
-            items["status"] = np.where(is_whole, Status.OK, Status.NOT_BOUND)
-        except Exception:  # noqa: BLE001 - logged; the next batch may fare better
-            _log.exception("a batch of %d values could not be read", len(items))
-            items["status"] = Status.NOT_BOUND
-        self._native.promoted(items)
-
-    def _expire(self) -> None:
-        """Now and then: values on disk whose time is over, and what was read of them."""
-        now = time.monotonic()
-        if now < self._next_expiry:
-            return
-        self._next_expiry = now + _EXPIRE_EVERY_S
-        if self.engine.expire(self._native.now_ms() // 1000):
-            self.forget_absent()
-
     def forget_absent(self) -> None:
-        """Let go of values that were read from disk and are not there any more: of their times RAM knows nothing."""
-        raw = np.zeros(self._batch_count * 64, DISK_ITEM)
-        cursor = 0
-        while True:
-            cursor, count = self._native.list_read(cursor, raw)
-            items = raw[:count]
-            self._native.drop_read(items[self.engine.lookup(_item_keys(items)) == 0])
-            if not cursor:
-                return
+        """Let go of values that were read from disk and are not there any more."""
+        for lane in self.lanes:
+            lane.forget_absent()
+
+    def _cut(self, ids: Ids) -> list[tuple[DiskLane, NDArray[np.intp]]]:
+        """Each lane that has some of the ids, and which ones."""
+        if self._placement is None:
+            return [(self.lanes[0], np.arange(len(ids)))] if len(ids) else []
+        owners = self._placement.owners(ids)
+        return [(self.lanes[number], np.flatnonzero(owners == number)) for number in np.unique(owners).tolist()]

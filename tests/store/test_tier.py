@@ -258,10 +258,11 @@ def test_a_value_removed_before_it_was_written_never_comes_back(world: Tiered) -
     remove = keyed.Remove(next(numbers), TENANT, ids_of(1))
     peer.send(remove.encode())
     assert peer.get(1) is None
-    assert completion(world.answer(peer, remove.request_id)).data_length == 1
     assert world.free_count < world.store.block_count  # the write uses the block
+    assert peer.answer_to(remove.request_id) is None
     world.disk.puts.set()
-    world.wait(lambda: not world.disk.values)
+    assert completion(world.answer(peer, remove.request_id)).data_length == 1
+    assert not world.disk.values  # what was answered can't come back after a crash either
     world.wait(lambda: world.free_count == world.store.block_count)
     assert lookup(peer, 1)["tier"] == Tier.ABSENT
     assert peer.put(1, b"new").status == Status.OK
