@@ -68,7 +68,7 @@ def _run(node: StoreNode) -> None:
     notify_service_manager("READY=1")
     while not stop.wait(1.0):
         try:
-            node.server.check()
+            node.check()
         except KbtpError as error:
             _log.critical("%s", error)
             node.close()

@@ -29,6 +29,7 @@ from kbtp_core.session.target_core import PoolRegion
 from kbtp_core.store.budget import RamBudget
 from kbtp_core.store.disk import DiskEngine
 from kbtp_core.store.disk_group import DiskGroup
+from kbtp_core.store.disk_watch import DiskWatch
 from kbtp_core.store.file_engine import FileEngine
 from kbtp_core.store.node_metrics import METRICS, samples
 from kbtp_core.store.observe import Observatory
@@ -66,6 +67,7 @@ class StoreNode:
         with contextlib.ExitStack() as opened:
             self.quotas: Final = QuotaTable(settings.quota_file, int(settings.quota_default) or UNLIMITED)
             self.disk: Final = self._open_disks(opened)
+            self._disk_watch = None if self.disk is None else DiskWatch(self.disk)
             self.fabric: Final = SoftRnic(progress_threads=settings.progress_threads)
             opened.callback(self.fabric.close)
             opened.callback(lambda: [store.close(0.0) for store in self.pools()])
@@ -130,6 +132,12 @@ class StoreNode:
             return str(error)
         return None
 
+    def check(self) -> None:
+        """Call about once a second: tells the log what has become of the disks, and raises what has ended the server."""
+        if self._disk_watch is not None:
+            self._disk_watch.look()
+        self.server.check()
+
     def reload(self) -> None:
         """Read the quota file again. Raises ConfigError, with the old quotas in force."""
         self.quotas.reload()
@@ -183,7 +191,7 @@ class StoreNode:
     def _open_disk(self, folder: Path) -> DiskEngine:
         if self.settings.engine == "file":
             return FileEngine(folder, self.settings.disk, quotas=self.quotas)
-        return SlabEngine(folder, self.settings.disk, quotas=self.quotas)
+        return SlabEngine(folder, self.settings.disk, quotas=self.quotas, io_timeout_s=self.settings.disk_timeout_s)
 
     def _observe(self) -> Observatory | None:
         address = self.settings.metrics_address

@@ -73,6 +73,7 @@ _DISK_LEVELS: Final = {
     "is_direct": ("direct", "1 if the page cache is bypassed."),
     "is_degraded": ("degraded", "1 if the disk has failed or hangs, and is out of service."),
 }
+_DISK_ERRORS: Final = ("io", "no_space", "read_only", "timeout")
 _NODE: Final = (
     Metric("kbtp_store_up_seconds", "gauge", "Seconds since the store was started."),
     Metric("kbtp_store_ready", "gauge", "1 if it can serve (/readyz says why not)."),
@@ -94,6 +95,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     *(Metric(f"kbtp_store_{name}", "counter", text, ("block_bytes",)) for name, text in _POOL.values()),
     *(Metric(f"kbtp_store_{name}", "gauge", text, ("block_bytes",)) for name, text in _POOL_LEVELS.values()),
     *(Metric(f"kbtp_disk_{name}", "counter", text, ("disk",)) for name, text in _DISK.values()),
+    Metric("kbtp_disk_errors_total", "counter", "What a disk answered instead of doing what it was asked for.", ("disk", "kind")),
     *(Metric(f"kbtp_disk_{name}", "gauge", text, ("disk",)) for name, text in _DISK_LEVELS.values()),
     *(Metric(f"kbtp_rnic_{name}_total", "counter", text) for name, text in COUNTERS.items()),
 )
@@ -132,6 +134,9 @@ def samples(node: StoreNode) -> Samples:
         for key, (name, _) in (_DISK | _DISK_LEVELS).items():
             if key in stats:
                 add(f"kbtp_disk_{name}", disk, stats[key])
+        for kind in _DISK_ERRORS:
+            if f"errors_{kind}" in stats:
+                found.setdefault("kbtp_disk_errors_total", {})[disk, kind] = float(stats[f"errors_{kind}"])
     for name, used in _shown(node.tenant_usage(), node.quotas.limits):
         add("kbtp_store_tenant_bytes", name, used)
     for tenant, limit in node.quotas.limits.items():

@@ -89,6 +89,12 @@ class StoreSettings(Settings):
     )
     dirty_limit: float = Field(0.8, gt=0, le=1, description="Part of the RAM that may wait for the disk; new keys are refused above it.")
     flush_threads: int = Field(2, ge=1, le=64, description="Threads that write values, for each disk.")
+    disk_timeout_s: float = Field(
+        20.0,
+        ge=0.1,
+        le=600,
+        description="A disk that has done nothing for so many seconds of what it was asked for is taken out of service.",
+    )
     ttl_s: int = Field(0, ge=0, description="Seconds until a value expires whose client asked for nothing else; 0: never.")
     quota_file: Path | None = Field(None, description="Committed octets for each tenant; read again on SIGHUP.")
     quota_default: ByteSize = Field(ByteSize(0), description="For tenants that the file does not name; 0: no limit.")

@@ -91,7 +91,7 @@ void Slab::get(const GetBatch& b) {
         const bool was_read = t && t->error == 0, is_right = was_read && (!t->is_whole || t->crc == value.crc);
         if (was_read) disk_.count_good_read();
         if (!was_read) ++counters_.read_errors;
-        if (t && !was_read) disk_.count_read_error();
+        if (t && !was_read) disk_.count_read_error(t->error);
         if (was_read && !is_right) {
             ++counters_.checksum_errors;
             if (value.state == State::committed) hide(number);

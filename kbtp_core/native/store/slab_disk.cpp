@@ -76,12 +76,24 @@ std::string SlabDisk::why() const {
     return why_;
 }
 
-void SlabDisk::count_read_error() {
-    if (read_errors_.fetch_add(1) + 1 >= kReadErrorsMost) degrade(std::to_string(kReadErrorsMost) + " reads in a row failed");
+void SlabDisk::count_error(int error) {
+    if (error == 0) return;
+    const DiskErrorKind kind = error == ENOSPC      ? DiskErrorKind::no_space
+                               : error == EROFS     ? DiskErrorKind::read_only
+                               : error == ETIMEDOUT ? DiskErrorKind::timeout
+                                                    : DiskErrorKind::io;
+    errors_[static_cast<std::size_t>(kind)].fetch_add(1, std::memory_order_relaxed);
+}
+
+void SlabDisk::count_read_error(int error) {
+    count_error(error);
+    if (read_errors_.fetch_add(1) + 1 >= kReadErrorsMost)
+        degrade(std::to_string(kReadErrorsMost) + " reads in a row failed: " + std::generic_category().message(error));
 }
 
 // What writes say: a full disk is the caller's to deal with, all else ends the disk's service.
 int SlabDisk::settle(int error, const char* what) {
+    count_error(error);
     if (error == ETIMEDOUT) hangs_ = true;
     if (error == ETIMEDOUT) degrade(std::string(what) + ": the disk does not answer");
     if (error != 0 && error != ENOSPC) degrade(std::string(what) + ": " + std::generic_category().message(error));
@@ -201,6 +213,7 @@ int SlabDisk::sync_once(FaultPoint point) {
     const auto files = files_;
     const int error = on_pool([files, point] { return (point == FaultPoint::payload_sync ? files->extents : files->table).sync(point); });
     if (error == ETIMEDOUT) return settle(error, "syncing");
+    count_error(error);
     if (error) degrade("a sync failed: " + std::generic_category().message(error));  // what was lost is not known
     return error;
 }

@@ -8,6 +8,7 @@
 // that fail, and a disk that hangs degrade it: from then on nothing is written, and everything on it is a miss.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <condition_variable>
 #include <mutex>
@@ -32,6 +33,11 @@ struct PlacedRecord {
     u64 at;
     Record record;
 };
+
+// What a disk can answer instead of doing what it was asked for.
+enum class DiskErrorKind : u8 { io, no_space, read_only, timeout, count };
+inline constexpr const char* kDiskErrorNames[] = {"errors_io", "errors_no_space", "errors_read_only", "errors_timeout"};
+static_assert(std::size(kDiskErrorNames) == static_cast<std::size_t>(DiskErrorKind::count));
 
 class SlabDisk {
   public:
@@ -68,7 +74,8 @@ class SlabDisk {
     void degrade(const std::string& why);
     bool is_degraded() const { return is_degraded_.load(std::memory_order_relaxed); }
     std::string why() const;
-    void count_read_error();
+    void count_read_error(int error);
+    u64 errors(DiskErrorKind kind) const { return errors_[static_cast<std::size_t>(kind)].load(std::memory_order_relaxed); }
     void count_good_read() { read_errors_.store(0, std::memory_order_relaxed); }
     const Faults& faults() const { return *faults_; }
 
@@ -97,6 +104,7 @@ class SlabDisk {
     int sync_once(FaultPoint point);
     int on_pool(std::function<int()> work);
     int settle(int error, const char* what);
+    void count_error(int error);
     std::unique_ptr<ReadRing> take_ring();
     bool read_by_ring(std::unique_ptr<ReadRing> ring, std::vector<Transfer>& transfers);
 
@@ -114,6 +122,7 @@ class SlabDisk {
     GroupSync payload_sync_, record_sync_, clear_sync_;
     std::atomic<bool> is_degraded_{false}, hangs_{false};
     std::atomic<u32> read_errors_{0};  // in a row
+    std::array<std::atomic<u64>, static_cast<std::size_t>(DiskErrorKind::count)> errors_{};
     mutable std::mutex why_mutex_;
     std::string why_;
 };

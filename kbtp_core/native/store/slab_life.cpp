@@ -92,7 +92,7 @@ std::vector<std::pair<std::string, u64>> Slab::stats() {
     const std::lock_guard guard(mutex_);
     const SlabCounters& c = counters_;
     const Geometry& g = disk_.geometry();
-    return {
+    std::vector<std::pair<std::string, u64>> told{
         {"puts", c.puts},
         {"put_bytes", c.put_bytes},
         {"puts_of_known_keys", c.exists},
@@ -126,6 +126,9 @@ std::vector<std::pair<std::string, u64>> Slab::stats() {
         {"started_clean", disk_.superblock().is_clean},
         {"epoch", disk_.superblock().epoch + 1},
     };
+    for (std::size_t kind = 0; kind < std::size(kDiskErrorNames); ++kind)
+        told.emplace_back(kDiskErrorNames[kind], disk_.errors(static_cast<DiskErrorKind>(kind)));
+    return told;
 }
 
 // Every slot is free or belongs to a value, and the sums are those of the values.
