@@ -16,6 +16,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
+ROOT = Path(__file__).parent.parent.parent
 START_LIMIT_S = 60.0
 
 
@@ -25,10 +26,12 @@ class ServedStore:
     `program` is what is run in place of `kbtp serve`, with the same flags.
     """
 
-    def __init__(self, folder: Path, *flags: str, program: tuple[str, ...] = ("-m", "kbtp_core.cli", "serve")) -> None:
+    def __init__(
+        self, folder: Path, *flags: str, drain_s: float = 10.0, program: tuple[str, ...] = ("-m", "kbtp_core.cli", "serve")
+    ) -> None:
         self.log = folder / "serve.log"
         self.program = program
-        self.flags = [*flags, "--drain-s", "10"]
+        self.flags = [*flags, "--drain-s", str(drain_s)]
         self._listen = [f"127.0.0.1:{port}" for port in _free_ports(2)]
         self.start()
 
@@ -38,7 +41,7 @@ class ServedStore:
         command = [sys.executable, *(program or self.program), "--listen", listen, "--metrics-listen", metrics, *self.flags, *flags]
         with self.log.open("ab") as out:
             out.write(b"\n--- start\n")
-            self.process = subprocess.Popen(command, stdout=out, stderr=out, env={**os.environ, "NO_COLOR": "1"})
+            self.process = subprocess.Popen(command, stdout=out, stderr=out, cwd=ROOT, env={**os.environ, "NO_COLOR": "1"})
         deadline = time.monotonic() + START_LIMIT_S
         while " serving at " not in self.words():
             assert self.process.poll() is None, self.words()
