@@ -30,15 +30,17 @@ import numpy as np
 from kbtp_core.client import Client, ItemStatus
 from kbtp_core.store.link import LinkOptions
 from tests.soak.served import ServedStore, total
-from tests.soak.store_client import life
+from tests.soak.store_client import OUTSTANDING, life
 from tests.soak.values import SPACES
 
 CLIENTS = 8
 RAM_BYTES, DISK_BYTES = 64 << 20, 256 << 20
 LONGEST_LIFE_S = 30.0
 LEASE_S = 62.0  # of a put with `pin`, and a little
-MEMORY_BESIDES_BYTES = 192 << 20  # what the process takes besides values: the interpreter, receive queues, the index
-MEMORY_GROWTH_LIMIT_BYTES = 32 << 20
+MEMORY_BESIDES_BYTES = 128 << 20  # what the process takes besides values: the interpreter, the index, threads' own
+SESSION_BYTES = (OUTSTANDING + 16) * (66 << 10)  # of messages that may come
+ENDING_SESSIONS = 4
+MEMORY_GROWTH_LIMIT_BYTES = 64 << 20
 QUIET_LIMIT_S = 30.0
 WATCH_EVERY_S = 0.5
 RINGS_KEPT = 16  # native/store/slab_disk.cpp
@@ -77,7 +79,7 @@ class Soak:
         self._lives: list[Life] = []
         self._next_watch = self._next_stop = self._next_restart = 0.0
         self.counts: Counter[str] = Counter()
-        self.most_memory_bytes = 0
+        self.most_memory_bytes = self._session_count = 0
         self.latest_s = 0.0
 
     # Clients ---------------------------------------------------------------------------------------------------------
@@ -161,8 +163,12 @@ class Soak:
         assert total(metrics, "kbtp_disk_slot_bytes") <= DISK_BYTES, f"values take more of the disk than it has: {metrics}"
         on_disk = sum(path.stat().st_blocks * 512 for path in self._data.iterdir())
         assert on_disk <= DISK_BYTES + (8 << 20), f"the folder takes {on_disk} octets of its disk"
-        self.most_memory_bytes = max(self.most_memory_bytes, self.store.memory_bytes())
-        assert self.most_memory_bytes <= RAM_BYTES + MEMORY_BESIDES_BYTES, f"the process takes {self.most_memory_bytes >> 20} MiB"
+        memory_bytes = self.store.memory_bytes()
+        sessions = max(self._session_count, int(metrics["kbtp_store_sessions"])) + ENDING_SESSIONS
+        self._session_count = int(metrics["kbtp_store_sessions"])
+        limit_bytes = RAM_BYTES + MEMORY_BESIDES_BYTES + sessions * SESSION_BYTES
+        assert memory_bytes <= limit_bytes, f"the process takes {memory_bytes >> 20} MiB with {sessions} sessions"
+        self.most_memory_bytes = max(self.most_memory_bytes, memory_bytes)
 
     def check(self) -> tuple[int, int]:
         """Nobody is left: the store is whole. Its descriptors, but for the rings that it keeps for reads, and octets of memory."""
