@@ -8,6 +8,7 @@ excused: not a lock, not the interpreter, not the store.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -47,15 +48,13 @@ class Stops:
         self.count += 1
 
 
-def starved_s() -> float:
-    """Seconds that the threads of this process, all together, could run and had no CPU."""
-    waited = 0
+def starved_ns() -> dict[str, int]:
+    """Nanoseconds that each thread of this process could run and had no CPU."""
+    waited: dict[str, int] = {}
     for task in Path("/proc/self/task").iterdir():
-        try:
-            waited += int((task / "schedstat").read_text().split()[1])
-        except OSError:  # it has ended
-            continue
-    return waited / 1e9
+        with contextlib.suppress(OSError):  # it has ended
+            waited[task.name] = int((task / "schedstat").read_text().split()[1])
+    return waited
 
 
 class StoreClient:
@@ -184,7 +183,7 @@ class StoreClient:
     def _timed(self, name: str, timeout_s: float, call: Callable[[], _T]) -> Any:
         """What the call returns, or None if it raised a KbtpError."""
         result: _T | None = None
-        stops, starved, begun = self._stops.count, starved_s(), time.monotonic()
+        stops, starved, begun = self._stops.count, starved_ns(), time.monotonic()
         try:
             result = call()
             ended = time.monotonic()
@@ -194,7 +193,7 @@ class StoreClient:
         self.counts[name] += 1
         late_s = ended - begun - timeout_s
         if late_s > 0 and stops == self._stops.count:
-            excused_s = starved_s() - starved
+            excused_s = sum(waited - starved.get(thread, 0) for thread, waited in starved_ns().items()) / 1e9
             self.latest_s = max(self.latest_s, late_s - excused_s)
             assert late_s - excused_s <= LATE_LIMIT_S, (
                 f"a {name} ended {late_s * 1000:.0f} ms after its deadline of {timeout_s * 1000:.1f} ms; "
