@@ -73,8 +73,8 @@ class Link:
         channel = self._dialer.get(deadline)
         try:
             return work(channel, False)
-        except SessionClosed:
-            self._dialer.drop(channel)
+        except SessionClosed as error:
+            self._has_ended(channel, error)
             return work(self._dialer.get(deadline), True)
 
     def _connect(self, is_wanted: Callable[[], bool]) -> Channel:
@@ -182,7 +182,8 @@ class Link:
         """Whether a call has failed because the session ended: the general way is over another one."""
         if not isinstance(error, SessionClosed):
             return False
-        self._dialer.drop(channel)
+        if self._options.stripes == 1 or not channel.session.is_open:  # it may have lost one stripe of several
+            self._dialer.drop(channel)
         return True
 
     # Reading ---------------------------------------------------------------------------------------------------------

@@ -225,9 +225,11 @@ def test_a_client_goes_on_while_a_stripe_is_lost_and_with_the_new_one(world: Wor
             assert client.put(keys, [b"x" * 500] * 24).tolist() == [ItemStatus.OK] * 24
             assert client.exists(keys).all()
             turn += 1
-        handles = client._links[next(iter(client._links))]._handles  # type: ignore[union-attr]
+        channel = client._links[next(iter(client._links))]._dialer.open  # type: ignore[union-attr]
+        assert channel is not None
+        assert channel.session is session, "one stripe of several was lost, and not the session"
         assert client.put([f"last/{at}" for at in range(64)], [b"y" * 500] * 64).tolist() == [ItemStatus.OK] * 64
-        assert sorted(handles.free) == sorted(mixed_handles(session).tolist())
+        assert sorted(channel.handles.free) == sorted(mixed_handles(session).tolist())
 
 
 def test_many_threads_share_a_client_over_stripes(world: World) -> None:
