@@ -18,7 +18,7 @@ from kbtp_core.client import Client
 from kbtp_core.store.link import LinkOptions
 from peers import Octets, free_port, start, stop
 
-RAM = "3GiB"
+RAM = "2GiB"
 BLOCKS = ("4KiB", "64KiB", "1MiB", "2816KiB")
 
 
