@@ -550,7 +550,11 @@ class InitiatorSession(KeyedCalls):
             self._is_closed = True
         self._core.qp.abort()
         deadline = time.monotonic() + _DISCARD_TIMEOUT_S
-        while time.monotonic() < deadline and not np.count_nonzero(self._cq.poll()["op"] == Op.DISCONNECTED):
+        while (
+            not self._core.is_disconnected
+            and time.monotonic() < deadline
+            and not np.count_nonzero(self._cq.poll()["op"] == Op.DISCONNECTED)
+        ):
             self._cq.wait(deadline - time.monotonic())
         self._core.pd.close()
         self._cq.close()
