@@ -155,22 +155,20 @@ class World {
 
     // A stream that leaves the pair waiting, for a Read's answer say, is cut off after a while.
     static void finish(QueuePair& qp, CompletionQueue& cq, int fd) {
-        std::array<Completion, 64> out;
         std::array<bool, kReceives> seen{};
         bool ended = false;
         for (int rounds = 0; !ended && rounds < 500; ++rounds) {
             drain(fd);
             if (rounds == 3) qp.abort();
             cq.wait(0.005);
-            const std::size_t n = cq.poll(out);
-            for (std::size_t i = 0; i < n; ++i) {
+            for (const Completion& one : cq.poll(64)) {
                 FUZZ_CHECK(!ended);
-                if (out[i].op == Op::receive || out[i].op == Op::receive_immediate) {
-                    FUZZ_CHECK(out[i].wr_id < kReceives && !seen[out[i].wr_id]);
-                    FUZZ_CHECK(out[i].length <= kReceive);
-                    seen[out[i].wr_id] = true;
+                if (one.op == Op::receive || one.op == Op::receive_immediate) {
+                    FUZZ_CHECK(one.wr_id < kReceives && !seen[one.wr_id]);
+                    FUZZ_CHECK(one.length <= kReceive);
+                    seen[one.wr_id] = true;
                 }
-                ended = out[i].op == Op::disconnected;
+                ended = one.op == Op::disconnected;
             }
         }
         FUZZ_CHECK(ended);
