@@ -31,9 +31,8 @@ class PoolMemory:
 
     def __init__(self, size: int) -> None:
         self._area: Final = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without huge pages
-                self._area.madvise(mmap.MADV_HUGEPAGE)
+        self._has_huge_pages = True
+        self._advise("MADV_HUGEPAGE")
         self.array: Final[NDArray[np.uint8]] = np.frombuffer(self._area, np.uint8)
         self._lock = threading.Lock()
         self._is_committed = np.zeros(-(-size // PIECE_BYTES), np.bool_)
@@ -44,6 +43,9 @@ class PoolMemory:
         begin, end = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
         if begin < end and hasattr(mmap, "MADV_DONTNEED"):
             with self._lock:
+                if self._has_huge_pages:  # they would fill the holes again
+                    self._has_huge_pages = False
+                    self._advise("MADV_NOHUGEPAGE")
                 self._area.madvise(mmap.MADV_DONTNEED, begin, end - begin)
                 self._is_committed[begin // PIECE_BYTES : -(-end // PIECE_BYTES)] = False
 
@@ -60,6 +62,11 @@ class PoolMemory:
                     self._is_committed[piece] = True
                     return True
         return False
+
+    def _advise(self, name: str) -> None:
+        if hasattr(mmap, name):
+            with contextlib.suppress(OSError):  # a kernel without huge pages
+                self._area.madvise(getattr(mmap, name))
 
     def _populate(self, begin: int, end: int) -> None:
         address = ctypes.c_void_p(self.array.ctypes.data + begin)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import mmap
 from pathlib import Path
 
+import numpy as np
+
 from kbtp_core.protocol.pool import BlockState
 from kbtp_core.store.pool_memory import PIECE_BYTES, PoolMemory
 from kbtp_core.store.ram import RamStore
@@ -12,16 +14,11 @@ from kbtp_core.store.ram import RamStore
 
 def present_bytes(memory: PoolMemory) -> int:
     """Octets of it that the system has given, as it says itself."""
-    start, size, here = memory.array.ctypes.data, memory.array.size, 0
-    inside = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        head = line.split()[0]
-        if "-" in head and not head.endswith(":"):
-            low, high = (int(part, 16) for part in head.split("-"))
-            inside = low < start + size and start < high
-        elif inside and head == "Rss:":
-            here += int(line.split()[1]) * 1024
-    return here
+    page = mmap.PAGESIZE
+    with Path("/proc/self/pagemap").open("rb") as pages:
+        pages.seek(memory.array.ctypes.data // page * 8)
+        entries = np.frombuffer(pages.read(memory.array.size // page * 8), np.uint64)
+    return int(np.count_nonzero(entries >> np.uint64(63))) * page
 
 
 def commit_all(memory: PoolMemory) -> int:
@@ -61,3 +58,11 @@ def test_only_pieces_whose_blocks_are_all_in_use_are_committed() -> None:
         assert count < 100
     assert count == 8
     store.check_integrity()
+
+
+def test_a_few_blocks_among_parked_ones_take_no_more_than_their_pages() -> None:
+    memory = PoolMemory(64 * PIECE_BYTES)
+    memory.give_back(0, memory.array.size)
+    for at in range(0, memory.array.size, PIECE_BYTES):
+        memory.array[at + 12345] = 1
+    assert present_bytes(memory) <= 64 * 2 * mmap.PAGESIZE
