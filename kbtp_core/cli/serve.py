@@ -13,6 +13,7 @@ from rich.console import Console
 
 from kbtp_core.cli.flags import with_flags
 from kbtp_core.cli.log_budget import LogBudget
+from kbtp_core.cli.memory import give_memory_back
 from kbtp_core.errors import KbtpError
 from kbtp_core.fabric.api import FabricError
 from kbtp_core.store.node import StoreNode
@@ -33,6 +34,7 @@ def serve(
     quota file again.
     """
     errors = Console(stderr=True, highlight=False, soft_wrap=True)
+    give_memory_back()
     try:
         settings, origins = read_settings(flags, config)
         logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")

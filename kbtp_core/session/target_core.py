@@ -336,6 +336,8 @@ class _Connection:
         self.inbox.clear()
         self.session.disconnected(now)
         self.pd.close()
+        # Connection, session and exposed memory name each other: what is large must not wait for the cycle collector.
+        self.receives = self.long_answers = self.pool = None
 
 
 class ServedPool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ from kbtp_core.errors import DeadlineExceeded, SessionClosed, SessionRefused
 from kbtp_core.fabric.api import Access, FabricError, QueueLimits
 from kbtp_core.protocol import NO_STATUS, BlockState, Flag, Status, TargetLimits
 from kbtp_core.session import BUFFER_ACCESS, InitiatorCore
+from kbtp_core.session.slots import ReceiveRows
 from tests.session.conftest import BLOCK, World, buffer, soon, wait_until
 
 
@@ -476,3 +478,21 @@ def test_a_load_that_succeeds_never_holds_bytes_of_the_next_owner(world: World) 
         owner.join(10)
     assert loaded >= 200
     assert not owner.is_alive()
+
+
+def test_an_ended_session_takes_its_rows_with_it_at_once(world: World) -> None:
+    server = world.ring()
+    before = live_rows()
+    gc.disable()  # what only the cycle collector frees stays for minutes in a quiet server
+    try:
+        world.connect(server)
+        assert len(live_rows() - before) == 2
+        world.sessions.pop().close(1.0)
+        wait_until(lambda: live_rows() - before == set())
+    finally:
+        gc.enable()
+
+
+def live_rows() -> set[int]:
+    """Those for many messages, of both ends; rows to send from are small."""
+    return {id(rows) for rows in gc.get_objects() if isinstance(rows, ReceiveRows) and rows.count > 2}
