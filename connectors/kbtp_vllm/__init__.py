@@ -6,6 +6,8 @@ The package maps vLLM's block ids to KBTP handles and does no I/O of its own; ev
 
 from __future__ import annotations
 
+from kbtp_vllm import threads as threads  # takes note of the cores before vLLM pins its worker
+
 CONNECTOR = "KBTPConnector"
 
 

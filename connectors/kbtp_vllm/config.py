@@ -9,15 +9,23 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
-from pydantic_settings import SettingsConfigDict
+from pydantic import BeforeValidator, Field
+from pydantic_settings import NoDecode, SettingsConfigDict
 
 from kbtp_core.config import Settings
 from kbtp_core.errors import ConfigError
+from kbtp_core.store.settings import parse_address
 
 WHERE = "kv_connector_extra_config"
+
+
+def _members(value: Any) -> Any:
+    members = [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+    for member in members if isinstance(members, list) else ():
+        parse_address(str(member))
+    return members
 
 
 class ConnectorConfig(Settings):
@@ -25,7 +33,9 @@ class ConnectorConfig(Settings):
 
     model_config = SettingsConfigDict(env_prefix="KBTP_VLLM_")
 
-    mode: Literal["pull"] = Field("pull", description="Decode loads blocks from prefill's memory.")
+    mode: Literal["pull", "store", "pull+store"] = Field(
+        "pull", description="pull: decode loads blocks from prefill's memory. store: prompts' prefixes are kept in a store. Or both."
+    )
     host: str | None = Field(None, min_length=1, description="Address a prefill worker listens on and tells decode. Default: vLLM's own.")
     port: int = Field(0, ge=0, le=65535, description="Port of the first worker; the next workers take the next ports. 0: any free port.")
     lease_s: float = Field(30.0, gt=0, description="Seconds that prefill keeps a finished request's blocks for a decode that has not come.")
@@ -42,7 +52,29 @@ class ConnectorConfig(Settings):
         description="Copy blocks through host memory: auto, if the RNIC can't reach the KV cache (an accelerator's memory); or always.",
     )
     stage_mib: int = Field(1024, ge=1, description="Host memory for staging, in MiB for each worker and direction.")
+    store: Annotated[list[str], NoDecode, BeforeValidator(_members)] = Field(
+        [], description="Stores (`kbtp serve`) as host:port, a list or separated by commas. Needed for mode store."
+    )
+    tenant: str = Field("vllm", min_length=1, max_length=255, description="Whose values these are in the store: quotas count by tenant.")
+    save: Literal["all", "prompt", "none"] = Field(
+        "all", description="What is saved: all full blocks, those of prompts alone, or none. A kv_consumer saves nothing."
+    )
+    save_share: float = Field(
+        0.25, gt=0, le=0.9, description="Largest share of the KV cache that waits for being saved; what comes on top is not saved."
+    )
+    save_timeout_s: float = Field(5.0, gt=0, description="Seconds after which a save to the store is given up.")
+    store_timeout_s: float = Field(0.5, gt=0, description="Seconds that a request waits for a lookup at most; then it is computed.")
+    store_ttl_s: int = Field(0, ge=0, description="Seconds that saved blocks live; 0: until the store evicts them.")
+    store_stripes: int = Field(1, ge=1, le=16, description="Connections to each store.")
     table_factor: int = Field(4, ge=1, le=64, description="Handles for each KV block: how many finished requests may share a block.")
+
+    @property
+    def has_pull(self) -> bool:
+        return "pull" in self.mode
+
+    @property
+    def has_store(self) -> bool:
+        return "store" in self.mode
 
     def secret_bytes(self) -> bytes | None:
         """The secret, read from its file if need be. Raises ConfigError."""
@@ -64,6 +96,10 @@ def read_config(extra: Mapping[str, Any]) -> ConnectorConfig:
     config = ConnectorConfig.read(extra, WHERE)
     if config.secret is not None and config.secret_file is not None:
         raise ConfigError(f"{WHERE}: secret and secret_file are both set; keep one.")
+    if config.has_store and not config.store:
+        raise ConfigError(f'{WHERE}: mode is "{config.mode}" and store is empty; set store to the address of a `kbtp serve`, host:port.')
+    if config.store and not config.has_store:
+        raise ConfigError(f'{WHERE}: store is set and mode is "{config.mode}"; set mode to "store" or "pull+store", or drop store.')
     if config.host is not None and _is_wildcard(config.host):
         raise ConfigError(f"{WHERE}: host is {config.host!r}, which no decode engine can connect to; give the address that it reaches.")
     return config

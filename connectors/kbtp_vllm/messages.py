@@ -9,7 +9,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from kbtp_vllm.store_keys import StoreNames
 
 FREE_ONLY = -1
 """In `Pull.block_indexes`: the block is not wanted, its handle is only freed."""
@@ -26,7 +32,15 @@ class WorkerAddress:
 
 @dataclass(frozen=True)
 class Handshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """Worker to scheduler, once at start."""
+    """Worker to scheduler, once at start: what decode pulls from, what the blocks are called in the store."""
+
+    source: SourceShape | None = None
+    names: StoreNames | None = None
+
+
+@dataclass(frozen=True)
+class SourceShape:
+    """A prefill worker's table of handles."""
 
     address: WorkerAddress
     first_handle: int
@@ -56,6 +70,37 @@ class Pull:
     block_indexes: NDArray[np.int64]
 
 
+@dataclass(frozen=True)
+class Load:
+    """From the store: a list of keys for each KV group that is stored, and all their blocks in that order."""
+
+    request_id: str
+    keys: list[list[bytes]]
+    block_indexes: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Save:
+    """To the store, what one step has computed. `number` comes back in a SaveReport."""
+
+    number: int
+    keys: list[list[bytes]]
+    block_indexes: NDArray[np.int64]
+
+
+@dataclass
+class SaveReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """Worker to scheduler: saves that no longer read their blocks, and by how many workers."""
+
+    ended: dict[int, int] = field(default_factory=dict)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> SaveReport:
+        assert isinstance(other, SaveReport)
+        for number, count in other.ended.items():
+            self.ended[number] = self.ended.get(number, 0) + count
+        return self
+
+
 @dataclass
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """Scheduler to workers, every step."""
@@ -65,3 +110,5 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     releases: list[Pull] = field(default_factory=list)  # nothing is loaded and nobody waits for them
     cancels: list[str] = field(default_factory=list)  # pulls whose request was aborted
     refused: dict[str, str] = field(default_factory=dict)  # requests that wait for a load which cannot be: why
+    loads: list[Load] = field(default_factory=list)
+    saves: list[Save] = field(default_factory=list)

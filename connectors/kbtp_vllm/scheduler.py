@@ -17,7 +17,7 @@ from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
 
 from kbtp_core.transfer import HandleLedger
-from kbtp_vllm.messages import FREE_ONLY, Handshake, Offer, Pull, StepMetadata, WorkerAddress
+from kbtp_vllm.messages import FREE_ONLY, Offer, Pull, SourceShape, StepMetadata, WorkerAddress
 from kbtp_vllm.params import NO_BLOCK, BadParameters, RemotePrefill, describe_prefill, parse_remote_prefill, prompt_fingerprint
 
 logger = init_logger("vllm.kbtp.scheduler")
@@ -45,15 +45,14 @@ class PullScheduler:
         self._loading: set[str] = set()  # requests in WAITING_FOR_REMOTE_KVS
         self._step = StepMetadata()
 
-    def set_workers(self, handshakes: dict[tuple[int, int], Handshake]) -> None:
-        """Learn where this engine's workers listen; keys are (0, tp rank), and a consumer's workers do not listen."""
-        if not handshakes:
+    def set_workers(self, ordered: Sequence[SourceShape]) -> None:
+        """Learn where this engine's workers listen, in rank order; a consumer's do not listen."""
+        if not ordered:
             return
-        ordered = [handshakes[rank] for rank in sorted(handshakes)]
-        self._workers = tuple(handshake.address for handshake in ordered)
-        first_handle = max(handshake.first_handle for handshake in ordered)
-        self._ledger = HandleLedger(min(handshake.table_entries for handshake in ordered), first_handle)
-        self._offer_limit = min(handshake.offer_limit for handshake in ordered)
+        self._workers = tuple(source.address for source in ordered)
+        first_handle = max(source.first_handle for source in ordered)
+        self._ledger = HandleLedger(min(source.table_entries for source in ordered), first_handle)
+        self._offer_limit = min(source.offer_limit for source in ordered)
 
     # Decode -------------------------------------------------------------------------------------------------------------
 
@@ -85,6 +84,10 @@ class PullScheduler:
         if short or remote.remote_num_tokens < request.num_prompt_tokens:
             raise BadParameters(f"prefill holds {remote.remote_num_tokens} tokens, the prompt has {request.num_prompt_tokens}.")
         return remote
+
+    def has_claim(self, request: Any) -> bool:
+        """Whether the request's prompt is to be pulled."""
+        return request.request_id in self._claims
 
     def matched_tokens(self, request: Any, computed_tokens: int) -> int:
         """How many prompt tokens beyond the local prefix hit the remote prefill holds; no side effects.

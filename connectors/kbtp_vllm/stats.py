@@ -19,6 +19,18 @@ COUNTERS = {
     "requests_offered": "Finished prefills whose blocks were offered.",
     "requests_released": "Offered prefills whose blocks were given back to the engine.",
     "leases_expired": "Offered prefills that no decode engine finished loading within the lease.",
+    "store_lookups": "Requests that were looked up in the store.",
+    "store_lookups_failed": "Lookups without an answer: the store was slow or could not be reached.",
+    "store_lookup_seconds": "Seconds from starting a lookup to its answer, summed over lookups.",
+    "store_loads": "Requests that got blocks from the store.",
+    "store_loads_failed": "Requests whose load from the store failed in part or whole; what is missing is computed.",
+    "store_blocks_loaded": "KV blocks loaded from the store.",
+    "store_bytes_loaded": "Octets of KV loaded from the store.",
+    "store_load_seconds": "Seconds between asking for a request's blocks and having them, summed over requests.",
+    "store_blocks_saved": "KV blocks saved to the store.",
+    "store_bytes_saved": "Octets of KV saved to the store.",
+    "store_blocks_known": "KV blocks that the store had already when they were to be saved.",
+    "store_blocks_unsaved": "KV blocks that were not saved: too many waited, or the store was full, slow or not there.",
 }
 
 
@@ -47,10 +59,10 @@ class KbtpStats(KVConnectorStats):  # type: ignore[misc]
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        seconds = self.data.get("pull_seconds", 0)
-        summary = {name: self.data[name] for name in COUNTERS if name in self.data and name != "pull_seconds"}
-        if seconds > 0:
-            summary["pull_gib_per_s"] = round(self.data.get("bytes_pulled", 0) / seconds / 2**30, 3)
+        summary = {name: self.data[name] for name in COUNTERS if name in self.data and not name.endswith("_seconds")}
+        for rate, octets, seconds in (("pull", "bytes_pulled", "pull_seconds"), ("load", "store_bytes_loaded", "store_load_seconds")):
+            if self.data.get(seconds, 0) > 0:
+                summary[f"{rate}_gib_per_s"] = round(self.data.get(octets, 0) / self.data[seconds] / 2**30, 3)
         return summary
 
     def is_empty(self) -> bool:
@@ -69,3 +81,12 @@ class KbtpPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for name, value in transfer_stats_data.items():
             self._counters[name].labels(*self.per_engine_labelvalues[engine_idx]).inc(value)
+
+
+def merged(*parts: KbtpStats | None) -> KbtpStats | None:
+    """The sum of what there is; None if there is nothing."""
+    total = KbtpStats()
+    for part in parts:
+        if part is not None:
+            total.aggregate(part)
+    return total.take()

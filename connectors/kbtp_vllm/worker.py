@@ -11,16 +11,16 @@ from typing import Any
 
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 from vllm.utils.network_utils import get_ip
 
 from kbtp_core.transfer import PagedMemory, PullResult, PullSink, PullSource
 from kbtp_vllm import geometry
 from kbtp_vllm.config import ConnectorConfig
-from kbtp_vllm.messages import Handshake, Offer, Pull, StepMetadata, WorkerAddress
+from kbtp_vllm.messages import Offer, Pull, SourceShape, StepMetadata, WorkerAddress
 from kbtp_vllm.staging import TRANSFER_ERRORS, HostStage, StagedSink, StagedSource
 from kbtp_vllm.stats import KbtpStats
+from kbtp_vllm.threads import unpinned
 
 logger = init_logger("vllm.kbtp.worker")
 
@@ -38,7 +38,8 @@ class PullWorker:
         self._config = config
         self._source: PullSource | StagedSource | None = None
         self._sink: PullSink | StagedSink | None = None
-        self._handshake: Handshake | None = None
+        self.source_shape: SourceShape | None = None
+        """Where this worker listens; None for a consumer."""
         self._rank = 0
         self._loading: dict[str, Pull] = {}  # requests that vLLM waits for
         self._refused: set[str] = set()
@@ -49,15 +50,16 @@ class PullWorker:
         self._leases_expired = 0
         self._stats = KbtpStats()
 
-    def register(self, tensors: dict[str, Any]) -> None:
+    def register(self, tensors: dict[str, Any], rank: int) -> None:
         """The KV tensors exist: describe them as blocks, then listen (prefill) and be ready to load (decode)."""
         transfer = self._vllm_config.kv_transfer_config
-        self._rank = get_tp_group().rank_in_group
+        self._rank = rank
         for is_wanted, start in ((transfer.is_kv_producer, self._start_source), (transfer.is_kv_consumer, self._start_sink)):
             if is_wanted:
                 memory, stage = self._memory(tensors)
                 fields = geometry.descriptor(self._vllm_config, self._kv, tensors, block_bytes=memory.block_bytes, tp_rank=self._rank)
-                start(memory, stage, fields)
+                with unpinned():
+                    start(memory, stage, fields)
 
     def _memory(self, tensors: dict[str, Any]) -> tuple[PagedMemory, HostStage | None]:
         """The blocks that are moved: the KV tensors' own, or a stage's if the RNIC can't reach those."""
@@ -84,7 +86,7 @@ class PullWorker:
         )
         self._source = source if stage is None else StagedSource(stage, source)
         address = WorkerAddress(*source.address, source.incarnation)
-        self._handshake = Handshake(address, source.first_handle, table_entries, table_entries if stage is None else stage.block_count)
+        self.source_shape = SourceShape(address, source.first_handle, table_entries, table_entries if stage is None else stage.block_count)
         how = "KV blocks" if stage is None else "staged KV blocks"
         logger.info(
             "KBTP worker %s serves %d %s of %d octets at %s:%d.", self._name, memory.block_count, how, memory.block_bytes, *source.address
@@ -103,10 +105,6 @@ class PullWorker:
     @property
     def _name(self) -> str:
         return f"{self._vllm_config.kv_transfer_config.engine_id}/{self._rank}"
-
-    def handshake(self) -> Handshake | None:
-        """Where this worker listens; None for a consumer."""
-        return self._handshake
 
     def start(self, step: StepMetadata) -> None:
         """Begin what the scheduler asked for in this step; returns at once."""

@@ -40,10 +40,11 @@ class EngineProcess:
         self.engine = LLMEngine.from_engine_args(EngineArgs(**arguments), stat_loggers=[Totals])
         self.scheduler = self.engine.engine_core.engine_core.scheduler
 
-    def add(self, request_id: str, prompt: list[int], max_tokens: int, params: dict[str, Any] | None) -> None:
+    def add(self, request_id: str, prompt: list[int], max_tokens: int, params: dict[str, Any] | None, salt: str | None = None) -> None:
         extra = {"kv_transfer_params": params} if params is not None else None
         sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
-        self.engine.add_request(request_id, {"prompt_token_ids": prompt}, sampling)
+        inputs: dict[str, Any] = {"prompt_token_ids": prompt} | ({"cache_salt": salt} if salt is not None else {})
+        self.engine.add_request(request_id, inputs, sampling)
 
     def abort(self, request_id: str) -> None:
         self.engine.abort_request([request_id], internal=False)
@@ -52,7 +53,7 @@ class EngineProcess:
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
     def free_handles(self) -> int:
-        return int(self.scheduler.connector._scheduler._ledger.free_count)
+        return int(self.scheduler.connector._pull._ledger.free_count)
 
     def live_requests(self) -> int:
         return len(self.scheduler.requests)
@@ -68,6 +69,14 @@ class EngineProcess:
     def reset_prefix_cache(self) -> bool:
         return bool(self.engine.reset_prefix_cache())
 
+    def reset_store(self) -> bool:
+        """The local prefix cache, and what the store has of this engine's."""
+        return bool(self.engine.reset_prefix_cache(reset_connector=True))
+
+    def is_saving(self) -> bool:
+        connector = self.scheduler.connector
+        return connector is not None and bool(connector.has_pending_push_work())
+
     def step(self, connection: Connection) -> None:
         for output in self.engine.step():
             if output.finished:
@@ -75,7 +84,18 @@ class EngineProcess:
                 connection.send(("finished", output.request_id, list(done.token_ids), done.finish_reason, output.kv_transfer_params))
 
 
-COMMANDS = ("add", "abort", "free_blocks", "free_handles", "live_requests", "totals", "zero_blocks", "reset_prefix_cache")
+COMMANDS = (
+    "add",
+    "abort",
+    "free_blocks",
+    "free_handles",
+    "live_requests",
+    "totals",
+    "zero_blocks",
+    "reset_prefix_cache",
+    "reset_store",
+    "is_saving",
+)
 
 
 def main(address: str) -> None:

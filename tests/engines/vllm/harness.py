@@ -38,10 +38,18 @@ def environment(core: int) -> dict[str, str]:
 
 
 class Engine:
-    """One engine process. `ready()` before first use; `kill()` is SIGKILL, `stop()` is orderly."""
+    """One engine process. `ready()` before first use; `kill()` is SIGKILL, `stop()` is orderly. Without a role it has no connector."""
 
     def __init__(
-        self, name: str, model: Path, directory: Path, *, role: str, core: int = 0, extra: dict[str, Any] | None = None, **arguments: Any
+        self,
+        name: str,
+        model: Path,
+        directory: Path,
+        *,
+        role: str | None,
+        core: int = 0,
+        extra: dict[str, Any] | None = None,
+        **arguments: Any,
     ):
         self.name = name
         self._log_path = directory / f"{name}.log"
@@ -56,7 +64,8 @@ class Engine:
             "dtype": "float32",  # in bfloat16 vLLM's own answers depend on what else is in the batch
             "kv_cache_memory_bytes": 16 << 20,
             "disable_log_stats": False,
-            "kv_transfer_config": {
+            "kv_transfer_config": role
+            and {
                 "kv_connector": "KBTPConnector",
                 "kv_role": role,
                 "engine_id": name,
@@ -84,6 +93,10 @@ class Engine:
 
     def log(self) -> str:
         return self._log_path.read_text(errors="replace")
+
+    def total(self, name: str) -> int:
+        """What the connector has counted under this name."""
+        return int(self.ask("totals").get(name, 0))
 
     def _fail(self, what: str) -> None:
         raise AssertionError(f"engine {self.name} {what}; the end of its log:\n{self.log()[-3000:]}")
@@ -134,9 +147,9 @@ class Engine:
         return tokens
 
     def settle(self, timeout_s: float = 30.0) -> int:
-        """Wait until no request is left; the number of free blocks then."""
+        """Wait until no request is left and nothing is being saved; the number of free blocks then."""
         deadline = time.monotonic() + timeout_s
-        while self.ask("live_requests"):
+        while self.ask("live_requests") or self.ask("is_saving"):
             if time.monotonic() > deadline:
                 self._fail(f"still has {self.ask('live_requests')} requests after {timeout_s:.0f} s")
             time.sleep(0.02)
