@@ -48,6 +48,7 @@ class _Known:
 
     request: Any
     lookup: Lookup | None = None
+    wait_s: float = 0.0  # what the next turn may wait for the lookup
     tried: int = -1  # how often it had been preempted when it was loaded last
     done: list[int] = field(default_factory=list)  # for each group: blocks from the first on that are saved, or need not be
     outdated: int = -1  # how often it had been preempted at a reset that found it computed in part
@@ -120,6 +121,7 @@ class StoreScheduler:
         known.lookup = self._lookups.start(
             [self._keys.of(request, group, 0, self._keys.count(request, group)) for group in range(len(self._groups))]
         )
+        known.wait_s = FIRST_WAIT_S
         self._stats.add("store_lookups")
         return known.lookup
 
@@ -133,8 +135,10 @@ class StoreScheduler:
             lookup = self._look_up(known)
         if lookup is None:
             return 0
-        if not lookup.done.wait(FIRST_WAIT_S):
-            return None
+        if not lookup.done.is_set():
+            wait_s, known.wait_s = known.wait_s, 0.0
+            if not lookup.done.wait(wait_s):
+                return None
         # The last token is always computed here: its output is what is wanted.
         hit = self._rule.tokens(lookup.present, request.num_tokens - 1) if lookup.is_answered else 0
         self._hits[request.request_id] = computed_tokens, hit

@@ -1,19 +1,22 @@
 """Make a tiny random language model and a byte-level tokenizer, without any download: enough for a real engine on a CPU.
 
-    python make_tiny_model.py DIRECTORY [--kind llama|hybrid] [--layers 4] [--seed 0]
+    python make_tiny_model.py DIRECTORY [--kind llama|qwen3|hybrid|mla|mamba] [--layers 4] [--seed 0]
 
-`hybrid` alternates sliding-window and full attention, so that vLLM keeps two KV groups. Weights are spread wider than a
-trained model's, which keeps greedy outputs from falling into one repeated token. Same seed, same bytes.
+`hybrid` alternates sliding-window and full attention, so that vLLM keeps two KV groups; `mla` has multi-head latent attention (with the
+sizes of DeepSeek-V2's, which vLLM's kernels want), and `mamba` layers with a state (short convolutions) beside attention. Weights are
+spread wider than a trained model's, which keeps greedy outputs from falling into one repeated token. Same seed, same bytes.
 """
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, Olmo3Config, Olmo3ForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 SPECIAL = ["<pad>", "<s>", "</s>"]
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant: "
@@ -51,20 +54,34 @@ def make(directory: Path, kind: str = "llama", layers: int = 4, seed: int = 0) -
         "dtype": "bfloat16",
     }
     torch.manual_seed(seed)
-    if kind == "llama":
-        model = LlamaForCausalLM(LlamaConfig(head_dim=32, **shape))
-    else:
-        attention = ["sliding_attention" if layer % 2 == 0 else "full_attention" for layer in range(layers)]
-        model = Olmo3ForCausalLM(Olmo3Config(sliding_window=128, layer_types=attention, **shape))
+    model = _model(kind, layers, shape)
     directory.mkdir(parents=True, exist_ok=True)
     model.to(torch.bfloat16).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
 
+def _model(kind: str, layers: int, shape: dict[str, Any]) -> Any:
+    if kind == "llama":
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(head_dim=32, **shape))
+    if kind == "qwen3":
+        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(head_dim=32, **shape))
+    if kind == "hybrid":
+        attention = ["sliding_attention" if layer % 2 == 0 else "full_attention" for layer in range(layers)]
+        return transformers.Olmo3ForCausalLM(transformers.Olmo3Config(sliding_window=128, layer_types=attention, **shape))
+    if kind == "mla":
+        latent = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64, "q_lora_rank": None}
+        dense = {"first_k_dense_replace": layers, "n_routed_experts": 2, "moe_intermediate_size": 64, "n_shared_experts": 1}
+        return transformers.DeepseekV2ForCausalLM(transformers.DeepseekV2Config(**(shape | {"num_key_value_heads": 4}), **latent, **dense))
+    kinds = ["conv" if layer % 2 == 0 else "full_attention" for layer in range(layers)]
+    return transformers.Lfm2ForCausalLM(
+        transformers.Lfm2Config(layer_types=kinds, conv_dim=shape["hidden_size"], block_dim=shape["hidden_size"], **shape)
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--kind", choices=["llama", "hybrid"], default="llama")
+    parser.add_argument("--kind", choices=["llama", "qwen3", "hybrid", "mla", "mamba"], default="llama")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args()

@@ -63,8 +63,7 @@ class EngineProcess:
 
     def zero_blocks(self, block_ids: list[int]) -> None:
         """Overwrite KV in place, behind everybody's back."""
-        for tensor in self.engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.kv_caches:
-            tensor[block_ids] = 0
+        self.engine.engine_core.engine_core.model_executor.collective_rpc(_zero_blocks, args=(block_ids,))
 
     def reset_prefix_cache(self) -> bool:
         return bool(self.engine.reset_prefix_cache())
@@ -82,6 +81,11 @@ class EngineProcess:
             if output.finished:
                 done = output.outputs[0]
                 connection.send(("finished", output.request_id, list(done.token_ids), done.finish_reason, output.kv_transfer_params))
+
+
+def _zero_blocks(worker: Any, block_ids: list[int]) -> None:
+    for tensor in worker.model_runner.kv_caches:
+        tensor[block_ids] = 0
 
 
 COMMANDS = (

@@ -25,7 +25,7 @@ class Finished:
 
 
 def environment(core: int) -> dict[str, str]:
-    """vLLM on one CPU core, without network access."""
+    """vLLM on one CPU core, or two workers on two for -1; without network access."""
     return os.environ | {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -33,7 +33,8 @@ def environment(core: int) -> dict[str, str]:
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_TARGET_DEVICE": "cpu",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_OMP_THREADS_BIND": str(core % (os.cpu_count() or 1)),
+        # A worker each gets a core of its own where there are several.
+        "VLLM_CPU_OMP_THREADS_BIND": str(core % (os.cpu_count() or 1)) if core >= 0 else "0|1",
     }
 
 
@@ -97,6 +98,11 @@ class Engine:
     def total(self, name: str) -> int:
         """What the connector has counted under this name."""
         return int(self.ask("totals").get(name, 0))
+
+    def last_error(self) -> str:
+        """The last line of its log that names an error."""
+        lines = [line for line in self.log().splitlines() if "Error: " in line]
+        return lines[-1].partition("Error: ")[2] if lines else self.log()[-300:]
 
     def _fail(self, what: str) -> None:
         raise AssertionError(f"engine {self.name} {what}; the end of its log:\n{self.log()[-3000:]}")
