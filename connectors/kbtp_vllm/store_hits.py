@@ -33,6 +33,10 @@ class HitRule:
     def tokens(self, present: Sequence[NDArray[np.bool_]], limit: int) -> int:
         """The longest prefix of up to `limit` tokens; `present` says for each group which of its blocks there are, from the first on."""
         blocks = [min(len(row), limit // group.block_tokens) for row, group in zip(present, self._groups, strict=True)]
+        if len(self._groups) == 1 and self._groups[0].window is None:  # the usual case
+            missing = int(present[0][: blocks[0]].argmin()) if blocks[0] else 0
+            count = blocks[0] if blocks[0] and present[0][missing] else missing
+            return count * self._groups[0].block_tokens
         longest = min(count * group.block_tokens for count, group in zip(blocks, self._groups, strict=True)) // self.step
         if longest == 0:
             return 0

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
@@ -163,14 +164,14 @@ class StoreScheduler:
         end = min(end, first_token + external_tokens)
         moved = self._kv.select_transfer_block_ids(block_ids)
         keys: list[list[bytes]] = []
-        indexes: list[int] = []
+        blocks: list[Sequence[int]] = []
         for number, (position, shape) in enumerate(zip(self._groups, self._shapes, strict=True)):
             start = max(first_token // shape.block_tokens, shape.first_needed(end))
             stop = end // shape.block_tokens
             keys.append(self._keys.of(request, number, start, stop))
-            indexes += [position * self._kv.num_blocks + block for block in moved[position][start:stop]]
+            blocks.append(moved[position][start:stop])
         known.tried = request.num_preemptions
-        self._loads.append(Load(request.request_id, keys, np.array(indexes, dtype=np.int64)))
+        self._loads.append(Load(request.request_id, keys, self._indexes(blocks)))
 
     def is_loading(self, request: Any) -> bool:
         """Whether a load of the request is in this step."""
@@ -180,8 +181,9 @@ class StoreScheduler:
         """What the store has at the beginning of each group need not be saved."""
         known.lookup = None
         for number, row in enumerate(lookup.present):
-            missing = np.flatnonzero(~row)
-            known.done[number] = max(known.done[number], int(missing[0]) if len(missing) else len(row))
+            first_missing = int(row.argmin()) if len(row) else 0
+            is_whole = len(row) > 0 and bool(row[first_missing])
+            known.done[number] = max(known.done[number], len(row) if is_whole else first_missing)
         self._stats.add("store_lookup_seconds", lookup.seconds)
         if lookup.keys[0] and not lookup.is_answered:
             self._stats.add("store_lookups_failed")
@@ -208,10 +210,12 @@ class StoreScheduler:
         blocks: list[list[int]] = []
         for number, (position, stop) in enumerate(zip(self._groups, stops, strict=True)):
             first, known.done[number] = known.done[number], max(stop, known.done[number])
-            named = zip(self._keys.of(request, number, first, stop), ids[position][first:stop], strict=False)
-            kept = [(key, block) for key, block in named if block]  # 0: it is out of its window already
-            keys.append([key for key, _ in kept])
-            blocks.append([block for _, block in kept])
+            some, named = ids[position][first:stop], self._keys.of(request, number, first, stop)
+            if 0 in some:  # out of its window already
+                kept = [(key, block) for key, block in zip(named, some, strict=False) if block]
+                named, some = [key for key, _ in kept], [block for _, block in kept]
+            keys.append(named)
+            blocks.append(some)
         if any(blocks):
             self._hold(keys, blocks)
 
@@ -239,13 +243,18 @@ class StoreScheduler:
     def _hold(self, keys: list[list[bytes]], blocks: list[list[int]]) -> None:
         """Nobody overwrites these blocks until the workers have reported the save."""
         pool = self._manager.block_pool
-        held = [pool.blocks[block] for some in blocks for block in some]
+        everywhere = pool.blocks
+        held = [everywhere[block] for some in blocks for block in some]
         pool.touch(held)
         self._save_number += 1
         self._held[self._save_number] = _Held(held, self._worker_count, time.monotonic())
         self._held_count += len(held)
-        indexes = [position * self._kv.num_blocks + block for position, some in zip(self._groups, blocks, strict=True) for block in some]
-        self._saves.append(Save(self._save_number, keys, np.array(indexes, dtype=np.int64)))
+        self._saves.append(Save(self._save_number, keys, self._indexes(blocks)))
+
+    def _indexes(self, blocks: Sequence[Sequence[int]]) -> NDArray[np.int64]:
+        """Block indexes of vLLM's block ids, a list for each group that is stored."""
+        parts = [np.array(some, np.int64) + position * self._kv.num_blocks for position, some in zip(self._groups, blocks, strict=True)]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def reported(self, report: SaveReport | None) -> None:
         """Workers have ended these saves; the last one's report gives the blocks back."""

@@ -50,6 +50,7 @@ class Engine:
         role: str | None,
         core: int = 0,
         extra: dict[str, Any] | None = None,
+        connector: str = "KBTPConnector",
         **arguments: Any,
     ):
         self.name = name
@@ -67,7 +68,7 @@ class Engine:
             "disable_log_stats": False,
             "kv_transfer_config": role
             and {
-                "kv_connector": "KBTPConnector",
+                "kv_connector": connector,
                 "kv_role": role,
                 "engine_id": name,
                 "kv_load_failure_policy": "recompute",
