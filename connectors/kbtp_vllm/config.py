@@ -14,9 +14,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 from pydantic_settings import NoDecode, SettingsConfigDict
 
+from kbtp_core.client import Client
 from kbtp_core.config import Settings
 from kbtp_core.errors import ConfigError
 from kbtp_core.store.settings import parse_address
+from kbtp_vllm.store_client import options
 
 WHERE = "kv_connector_extra_config"
 
@@ -26,6 +28,10 @@ def _members(value: Any) -> Any:
     for member in members if isinstance(members, list) else ():
         parse_address(str(member))
     return members
+
+
+Members = Annotated[list[str], NoDecode, BeforeValidator(_members)]
+"""host:port, a list or separated by commas."""
 
 
 class ConnectorConfig(Settings):
@@ -52,9 +58,7 @@ class ConnectorConfig(Settings):
         description="Copy blocks through host memory: auto, if the RNIC can't reach the KV cache (an accelerator's memory); or always.",
     )
     stage_mib: int = Field(1024, ge=1, description="Host memory for staging, in MiB for each worker and direction.")
-    store: Annotated[list[str], NoDecode, BeforeValidator(_members)] = Field(
-        [], description="Stores (`kbtp serve`) as host:port, a list or separated by commas. Needed for mode store."
-    )
+    store: Members = Field([], description="Stores (`kbtp serve`) as host:port, a list or separated by commas. Needed for mode store.")
     tenant: str = Field("vllm", min_length=1, max_length=255, description="Whose values these are in the store: quotas count by tenant.")
     save: Literal["all", "prompt", "none"] = Field(
         "all", description="What is saved: all full blocks, those of prompts alone, or none. A kv_consumer saves nothing."
@@ -75,6 +79,11 @@ class ConnectorConfig(Settings):
     @property
     def has_store(self) -> bool:
         return "store" in self.mode
+
+    def store_client(self, space: bytes, block_bytes: int, name: str) -> Client:
+        """A client of all stores; connects when it is first used."""
+        how = options(block_bytes, name, secret=self.secret_bytes(), trust_domain=self.trust_domain, stripes=self.store_stripes)
+        return Client(self.store, space, timeout_s=self.save_timeout_s, ttl_s=self.store_ttl_s, options=how)
 
     def secret_bytes(self) -> bytes | None:
         """The secret, read from its file if need be. Raises ConfigError."""

@@ -17,33 +17,10 @@ from numpy.typing import NDArray
 from vllm.logger import init_logger
 
 from kbtp_core.client import Client
+from kbtp_vllm.store_client import Breaker
 from kbtp_vllm.store_keys import ids_of
 
 logger = init_logger("vllm.kbtp.store")
-
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0
-
-
-class Breaker:
-    """Whether a store that was slow is left alone for now. One thread reports, any thread asks."""
-
-    def __init__(self) -> None:
-        self._pause_s = 0.0
-        self._until = 0.0
-
-    @property
-    def is_open(self) -> bool:
-        return time.monotonic() < self._until
-
-    def slow(self) -> bool:
-        """A call took all of its time. Whether that is news."""
-        is_news = self._pause_s == 0.0
-        self._pause_s = min(max(2 * self._pause_s, FIRST_PAUSE_S), LONGEST_PAUSE_S)
-        self._until = time.monotonic() + self._pause_s
-        return is_news
-
-    def fine(self) -> None:
-        self._pause_s = self._until = 0.0
 
 
 class Lookup:
@@ -99,13 +76,9 @@ class LookupThread:
         found = self._client.lengths(np.concatenate(ids), touch=True, promote=True, timeout_s=left_s)
         now = time.monotonic()
         lookup.seconds = now - lookup.asked_at
+        self._breaker.report("lookup", now - begun, left_s)
         if now - begun >= left_s:
-            if self._breaker.slow():
-                logger.warning(
-                    "The store took more than %g s for a lookup (store_timeout_s); it is left alone for a while.", self._timeout_s
-                )
             return
-        self._breaker.fine()
         lookup.is_answered = True
         everywhere = (found == self._block_bytes).reshape(len(ids), -1).all(axis=0)
         lookup.present = np.split(everywhere, np.cumsum(counts)[:-1])

@@ -30,7 +30,6 @@ from kbtp_vllm.config import ConnectorConfig
 from kbtp_vllm.messages import Load, Save, SaveReport, StepMetadata
 from kbtp_vllm.scheduler import FINISHED_WELL
 from kbtp_vllm.stats import KbtpStats
-from kbtp_vllm.store_client import open_client
 from kbtp_vllm.store_hits import GroupShape, HitRule
 from kbtp_vllm.store_keys import BlockKeys, StoreNames, store_groups
 from kbtp_vllm.store_lookup import Lookup, LookupThread
@@ -100,7 +99,7 @@ class StoreScheduler:
         """Learn what the workers call their blocks; from here on the store is asked."""
         self._worker_count = len(names)
         with unpinned():
-            self._client = open_client(self._config, names[0].space, names[0].block_bytes, "scheduler")
+            self._client = self._config.store_client(names[0].space, names[0].block_bytes, "scheduler")
             if self._is_loading:
                 self._lookups = LookupThread(
                     self._client, [one.groups for one in names], names[0].block_bytes, self._config.store_timeout_s

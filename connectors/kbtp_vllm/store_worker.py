@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from vllm.logger import init_logger
 
 from kbtp_core.client import Client, ItemStatus
-from kbtp_core.errors import KbtpError
 from kbtp_core.store import places
 from kbtp_core.transfer import PagedMemory
 from kbtp_vllm import geometry, store_keys
@@ -31,8 +30,7 @@ from kbtp_vllm.config import ConnectorConfig
 from kbtp_vllm.messages import Load, Save, SaveReport
 from kbtp_vllm.staging import HostStage
 from kbtp_vllm.stats import KbtpStats
-from kbtp_vllm.store_client import open_client
-from kbtp_vllm.store_lookup import Breaker
+from kbtp_vllm.store_client import Breaker, Saving
 from kbtp_vllm.threads import unpinned
 
 logger = init_logger("vllm.kbtp.store")
@@ -160,7 +158,7 @@ class StoreWorker:
 
             self._event = lambda: torch.cuda.current_stream().record_event()
         with unpinned():
-            self._client = open_client(self._config, self.names.space, size, name)
+            self._client = self._config.store_client(self.names.space, size, name)
             for work, memory in ((self._load_all, memories[0]), (self._save_all, memories[1])):
                 thread = threading.Thread(target=work, args=(memory,), name=f"kbtp{work.__name__}", daemon=True)
                 thread.start()
@@ -275,25 +273,12 @@ class StoreWorker:
 
     def _save_batch(self, memory: _Memory, ids: NDArray[np.uint8], blocks: Blocks) -> None:
         assert self._client is not None
-        client, begun, limit_s = self._client, time.monotonic(), self._config.save_timeout_s
-        new = np.flatnonzero(client.lengths(ids, timeout_s=limit_s) == 0)
-        status: NDArray[np.uint8] = np.full(len(ids), ItemStatus.EXISTS, np.uint8)
-
-        def put(where: places.Places) -> NDArray[np.bool_]:
-            left_s = begun + limit_s - time.monotonic()
-            try:
-                status[new] = client.put_from(np.ascontiguousarray(ids[new]), where, timeout_s=max(left_s, 0.0))
-            except KbtpError:
-                status[new] = ItemStatus.UNAVAILABLE
-                raise
-            return np.asarray(status[new] == ItemStatus.OK)
-
-        if len(new):
-            memory.read(blocks[new], put)
-        if time.monotonic() - begun < limit_s:
-            self._breaker.fine()
-        elif self._breaker.slow():
-            logger.warning("The store took more than %g s for a save (save_timeout_s); it is left alone for a while.", limit_s)
+        begun, limit_s = time.monotonic(), self._config.save_timeout_s
+        saving = Saving(self._client, ids, limit_s)
+        if len(saving.new):
+            memory.read(blocks[saving.new], saving.put)
+        self._breaker.report("save", time.monotonic() - begun, limit_s)
+        status = saving.status
         saved, known = (int(np.count_nonzero(status == kind)) for kind in (ItemStatus.OK, ItemStatus.EXISTS))
         with self._lock:
             for name, count in (

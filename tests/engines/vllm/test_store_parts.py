@@ -16,9 +16,10 @@ from kbtp_core.errors import ConfigError
 from kbtp_core.store.identity import object_id
 from kbtp_vllm import weights
 from kbtp_vllm.config import read_config
+from kbtp_vllm.store_client import FIRST_PAUSE_S, Breaker
 from kbtp_vllm.store_hits import GroupShape, HitRule
 from kbtp_vllm.store_keys import BlockKeys, ids_of
-from kbtp_vllm.store_lookup import FIRST_PAUSE_S, Breaker, LookupThread
+from kbtp_vllm.store_lookup import LookupThread
 
 pytestmark = pytest.mark.vllm
 
@@ -103,16 +104,16 @@ def test_a_lookup_finds_what_every_worker_has() -> None:
 def test_a_store_that_was_slow_is_left_alone_for_longer_each_time_and_asked_again_when_it_was_not() -> None:
     breaker = Breaker()
     assert not breaker.is_open
-    assert breaker.slow()
+    breaker.report("lookup", 1.0, 1.0)
     assert breaker.is_open
-    assert not breaker.slow()
+    breaker.report("lookup", 2.0, 1.0)
     begin = time.monotonic()
     while breaker.is_open:
         assert time.monotonic() < begin + 4 * FIRST_PAUSE_S
         time.sleep(0.01)
     assert time.monotonic() - begin > 1.5 * FIRST_PAUSE_S
-    breaker.slow()
-    breaker.fine()
+    breaker.report("lookup", 2.0, 1.0)
+    breaker.report("lookup", 0.5, 1.0)
     assert not breaker.is_open
 
 
