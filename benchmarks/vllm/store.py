@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def engines(model: Path, folder: Path, address: str) -> dict[str, Any]:
-    common: dict[str, Any] = {"max_model_len": 4096, "kv_cache_memory_bytes": 64 << 20, "core": 0}
+    common: dict[str, Any] = {"max_model_len": 4096, "max_num_batched_tokens": 4096, "kv_cache_memory_bytes": 64 << 20, "core": 0}
     example = {"shared_storage_path": "/dev/shm/kbtp-bench"}
     sides = {
         "plain": Engine("plain", model, folder, role=None, **common),

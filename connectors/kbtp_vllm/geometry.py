@@ -10,6 +10,7 @@ Rules:
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import math
@@ -30,6 +31,8 @@ MOVABLE = {"FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "Slidin
 WAY_OUT = {
     "model": "--model",
     "revision": "--revision",
+    "commit": "--revision",
+    "model_config": "--hf-overrides",
     "dtype": "--dtype",
     "kv_dtype": "--kv-cache-dtype",
     "quantization": "--quantization",
@@ -134,6 +137,8 @@ def descriptor(vllm_config: Any, kv_cache_config: Any, tensors: Mapping[str, Any
         "engine_version": vllm_version,
         "model": model.model,
         "revision": model.revision or "",
+        "commit": getattr(model.hf_config, "_commit_hash", None) or "",
+        "model_config": _config_hash(model),
         "dtype": str(model.dtype).removeprefix("torch."),
         "quantization": model.quantization or "",
         "kv_dtype": str(cache.cache_dtype),
@@ -152,6 +157,13 @@ def descriptor(vllm_config: Any, kv_cache_config: Any, tensors: Mapping[str, Any
         fields[f"group {number} window"] = getattr(spec, "sliding_window", None)
         fields[f"group {number} layout"] = sorted({layout(tensors[layer], kv_cache_config.num_blocks) for layer in group.layer_names})
     return fields | {"block_bytes": block_bytes}
+
+
+def _config_hash(model: Any) -> str:
+    """Of the model's configuration with what the user has overridden: rotary embedding, say, changes KV and no shape."""
+    fields = model.hf_text_config.to_dict()
+    kept = {name: value for name, value in fields.items() if not name.startswith("_") and name != "transformers_version"}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def layout(tensor: Any, block_count: int) -> str:

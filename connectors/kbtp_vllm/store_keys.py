@@ -53,6 +53,7 @@ def store_groups(kv_cache_config: Any) -> tuple[int, ...]:
 def names(vllm_config: Any, kv_cache_config: Any, tensors: Mapping[str, Any], *, tenant: str, block_bytes: int, tp_rank: int) -> StoreNames:
     """What this worker's blocks are called."""
     fields = geometry.descriptor(vllm_config, kv_cache_config, tensors, block_bytes=block_bytes, tp_rank=tp_rank)
+    fields["model"] = weights.model_name(fields["model"])
     fields["weights"] = weights.fingerprint(vllm_config.model_config.model)
     fields["hash"] = vllm_config.cache_config.prefix_caching_hash_algo
     flat = {name: _flat(value) for name, value in fields.items() if name not in _OF_RANK}

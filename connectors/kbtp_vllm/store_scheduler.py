@@ -209,7 +209,8 @@ class StoreScheduler:
         blocks: list[list[int]] = []
         for number, (position, stop) in enumerate(zip(self._groups, stops, strict=True)):
             first, known.done[number] = known.done[number], max(stop, known.done[number])
-            some, named = ids[position][first:stop], self._keys.of(request, number, first, stop)
+            some = ids[position][first:stop]
+            named = self._keys.of(request, number, first, first + len(some))
             if 0 in some:  # out of its window already
                 kept = [(key, block) for key, block in zip(named, some, strict=False) if block]
                 named, some = [key for key, _ in kept], [block for _, block in kept]

@@ -243,7 +243,7 @@ def namespace(spec: Any, tenant: str, chunk_bytes: int) -> bytes:
         fields[f"group {group.group_id}"] = f"{group.tokens_per_block}: {', '.join(group.layer_names)}"
     return Namespace(
         tenant=tenant,
-        model=config.model.name,
+        model=weights.model_name(config.model.name),
         revision="",
         kind=PoolKind.CUSTOM,
         pool=LAYOUT,

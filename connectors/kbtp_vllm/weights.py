@@ -15,6 +15,12 @@ WHOLE_BYTES = 1 << 20
 KINDS = {".json", ".safetensors", ".bin", ".pt", ".gguf"}
 
 
+def model_name(model: str) -> str:
+    """As it is on a hub; of a local folder the last part alone, since it may be mounted anywhere and `fingerprint` knows what is in it."""
+    path = Path(model)
+    return path.resolve().name if path.is_dir() else model
+
+
 def fingerprint(folder: str) -> str:
     """Of a local model or adapter, as hexadecimal text; "" for one that is not a folder here (its name and revision say what it is)."""
     path = Path(folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -115,3 +116,12 @@ def test_equal_descriptors_agree() -> None:
 def test_a_descriptor_that_is_none_is_a_mismatch(theirs: bytes) -> None:
     with pytest.raises(GeometryMismatch, match="geometry"):
         geometry.compare(FIELDS, theirs, "h:1")
+
+
+def test_a_configuration_that_changes_kv_and_no_shape_is_told_apart_and_where_it_came_from_is_not() -> None:
+    def hash_of(**fields: object) -> str:
+        return geometry._config_hash(SimpleNamespace(hf_text_config=SimpleNamespace(to_dict=lambda: fields)))
+
+    base = {"rope_theta": 10_000.0, "_name_or_path": "/here", "transformers_version": "5.0"}
+    assert hash_of(**base) == hash_of(**base | {"_name_or_path": "/there", "transformers_version": "5.1"})
+    assert hash_of(**base) != hash_of(**base | {"rope_theta": 20_000.0})

@@ -79,6 +79,7 @@ def test_weights_of_equal_size_that_differ_anywhere_differ_in_name(tmp_path: Pat
     (tmp_path / "model.safetensors").write_bytes((octets + 1).tobytes())
     assert weights.fingerprint(str(tmp_path)) != first
     assert weights.fingerprint("some/hub-model") == ""
+    assert (weights.model_name(str(tmp_path)), weights.model_name("some/hub-model")) == (tmp_path.name, "some/hub-model")
 
 
 def test_ids_are_those_of_each_group_in_turn() -> None:
