@@ -29,6 +29,7 @@ TYPES = {"fp32": {"dtype": "float32"}, "bf16": {"dtype": "bfloat16"}, "fp8 KV": 
 BLOCKS = (32, 128)
 SIZES = (1, 2)
 ANSWER = 12
+WORKER_FAILED = re.compile(r"Worker failed with error '(.*)', please check.*")
 REFUSALS = re.compile(r"ConfigError: (.+)")
 
 
@@ -66,18 +67,23 @@ def run(cell: Cell, model: Path, folder: Path, store: ServedStore) -> str:
         engine.ready()
     except AssertionError:
         found = REFUSALS.findall(engine.log())
-        return found[-1] if found else engine.last_error()
+        return found[-1] if found else WORKER_FAILED.sub(r"\1", engine.last_error())
+    draw = random.Random(cell.name)
+    prompt = [draw.randrange(3, 259) for _ in range(4 * cell.block_tokens)]
     try:
-        _run(engine, cell, tenant, store)
+        cold = engine.run("cold", prompt, 1 + ANSWER).tokens
+    except AssertionError:  # nothing has been moved yet
+        engine.kill()
+        return f"vLLM itself fails: {engine.last_error()}"
+    try:
+        _run(engine, prompt, cold, tenant, store)
     finally:
         engine.stop()
     return "exact"
 
 
-def _run(engine: Engine, cell: Cell, tenant: str, store: ServedStore) -> None:
-    draw = random.Random(cell.name)
-    prompt = [draw.randrange(3, 259) for _ in range(4 * cell.block_tokens)]
-    first, *expected = engine.run("cold", prompt, 1 + ANSWER).tokens
+def _run(engine: Engine, prompt: Prompt, cold: list[int], tenant: str, store: ServedStore) -> None:
+    first, *expected = cold
     prompt.append(first)
     engine.settle()
     assert engine.total("blocks_pulled") + engine.total("store_blocks_loaded") == 0, "something was transferred already"
@@ -128,7 +134,7 @@ def table(results: dict[Cell, str]) -> str:
             result = results.get(Cell(model, size, block, kind), "")
             if result not in ("exact", "", *notes):
                 notes.append(result)
-            texts.append(result if result in ("exact", "") else f"refused ({notes.index(result) + 1})")
+            texts.append(result if result in ("exact", "") else f"no ({notes.index(result) + 1})")
         lines.append(f"| {model} | {size} | {block} | " + " | ".join(texts) + " |")
     return "\n".join([*lines, "", *(f"{number}. {note}" for number, note in enumerate(notes, 1))])
 
