@@ -40,9 +40,10 @@ class KBTPHiCache(HiCacheStorage):  # type: ignore[misc]
     """See the module. `engine` is SGLang's HiCacheStorageConfig. Raises ConfigError."""
 
     def __init__(self, engine: Any, kwargs: Any = None) -> None:  # noqa: ARG002 - SGLang gives it
-        extra = engine.extra_config or {}
+        extra = {} if engine.extra_config is None else engine.extra_config
         self.config: Final = read_config(extra)
-        self._is_zero_copy = bool(extra.get("interface_v1", False))
+        # SGLang looks for it in its mapping when the backend is made; what the user says stays.
+        self._is_zero_copy = bool(extra.setdefault("interface_v1", 1))
         self._parts = engine.tp_lcm_size // engine.tp_size if engine.should_split_heads else 1
         self._naming = Naming(self.config, engine)
         self._pools: dict[str, PoolPages] = {}
