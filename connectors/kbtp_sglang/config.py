@@ -33,7 +33,7 @@ class HiCacheConfig(Settings):
         "", description="What else changes the KV bytes and SGLang doesn't tell a backend: say, a fine-tune under the same path."
     )
     timeout_s: float = Field(
-        0.8, gt=0, description="Seconds without any page after which the store counts as dead: then calls are misses at once."
+        0.6, gt=0, description="Seconds without any page after which the store counts as dead: then calls are misses at once."
     )
     batch_timeout_s: float = Field(5.0, gt=0, description="Seconds after which a batch is given up that a living store is slow to carry.")
     round_mib: int = Field(32, ge=1, description="MiB that are on their way at once in a batch; the store has timeout_s for them.")

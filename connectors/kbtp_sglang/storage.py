@@ -232,8 +232,8 @@ class KBTPHiCache(HiCacheStorage):  # type: ignore[misc]
 
     def _guarded(self, operation: str, count: int, work: Callable[[], NDArray[np.bool_]]) -> NDArray[np.bool_]:
         """What `work` finds; nothing where it can't be done."""
-        if not count:
-            return np.zeros(0, np.bool_)
+        if not count or (self._traffic is not None and self._traffic.is_dead):
+            return np.zeros(count, np.bool_)
         try:
             return work()
         except (KbtpError, ValueError, RuntimeError) as error:

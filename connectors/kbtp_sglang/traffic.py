@@ -55,6 +55,11 @@ class Traffic:
         self._counts: Counter[str] = Counter()
         self._logged_at = -_LOG_EVERY_S
 
+    @property
+    def is_dead(self) -> bool:
+        """Whether asking is in vain for now."""
+        return self.breaker.is_open
+
     def lengths(self, keys: list[bytes]) -> NDArray[np.int64]:
         """Octets of each value, 0 for none; those that there are count as used."""
         nothing: NDArray[np.int64] = np.zeros(len(keys), np.int64)

@@ -31,7 +31,7 @@ def _exists(model: str, layout: str) -> bool:
     """Whether SGLang has such pools."""
     if model == "mamba":
         return layout in ("page_first", "page_first_direct")
-    return True
+    return model != "mla" or layout != "page_head"
 
 
 CASES: Final = [

@@ -130,7 +130,8 @@ def test_of_ranks_that_hold_the_same_bytes_one_writes_and_all_read(attach: Attac
     ids=str,
 )
 def test_whatever_changes_the_bytes_changes_the_key(attach: Attach, changed: dict[str, Any]) -> None:
-    attach(host("page_first", seed=7)).batch_set_v1(names(1), indices(0))
+    assert attach(host("page_first", seed=7)).batch_set_v1(names(1), indices(0)) == [True]
+    assert attach(host("page_first")).batch_exists(names(1)) == 1
     extra, pool = changed.pop("extra", {}), changed.pop("pool", {})
     other = attach(host(**{"layout": "page_first", **pool}), extra, **changed)
     assert other.batch_exists(names(1)) == 0

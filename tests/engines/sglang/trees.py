@@ -89,6 +89,7 @@ class Trees(UnifiedRadixCacheStorageFixtures, unittest.TestCase):
         self.addCleanup(parallel.__exit__, None, None, None)
         extra = {"backend_name": "kbtp", "module_path": "kbtp_sglang", "class_name": "KBTPHiCache", "stores": self.store}
         extra |= {"interface_v1": int(self.case.interface == "v1"), "prefetch_threshold": 1, "timeout_s": 20, "batch_timeout_s": 20}
+        extra["revision"] = self.case.name  # the same bytes would be shared by cases that differ in how they get to the host
         arguments = ServerArgs(
             model_path="dummy",
             page_size=self.cfg.page_size,
