@@ -20,7 +20,7 @@ START_LIMIT_S = 240.0
 _ADMIN = "key-of-these-tests"
 _FLAGS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--disable-overlap-schedule"),
-    *("--disable-cuda-graph", "--skip-server-warmup", "--page-size", "16", "--max-total-tokens", "2048", "--context-length", "2048"),
+    *("--skip-server-warmup", "--page-size", "16", "--max-total-tokens", "2048", "--context-length", "2048"),
     *("--max-running-requests", "4", "--enable-hierarchical-cache", "--hicache-ratio", "2", "--enable-metrics", "--enable-cache-report"),
     *("--admin-api-key", _ADMIN, "--host", "127.0.0.1", "--hicache-storage-prefetch-policy", "wait_complete"),
 )
