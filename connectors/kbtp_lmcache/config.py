@@ -60,9 +60,7 @@ class LmcacheConfig(Settings):
     def client(self, namespace: Namespace | bytes, where: str, *, timeout_s: float | None = None) -> Client:
         """Connects when it is first needed. Raises ConfigError."""
         try:
-            return Client(
-                self.addresses(), namespace, timeout_s=timeout_s or self.timeout_s, ttl_s=self.ttl_s, options=self.options(where)
-            )
+            return Client(self.addresses(), namespace, timeout_s=timeout_s or self.timeout_s, ttl_s=self.ttl_s, options=self.options(where))
         except ValueError as error:
             raise ConfigError(f"{where}: {error}") from None
 

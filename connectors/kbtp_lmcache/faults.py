@@ -39,7 +39,9 @@ class Faults:
         found = [(ItemStatus(int(kind)), int(count)) for kind, count in zip(kinds, counts, strict=True)]
         for kind, count in found:
             if self._count(operation, kind.name.lower(), count) and kind not in _FINE:
-                _log.warning("%s: %d of %d chunks of a %s: %s; they count as misses", self.name, count, len(status), operation, _WAY_OUT[kind])
+                _log.warning(
+                    "%s: %d of %d chunks of a %s: %s; they count as misses", self.name, count, len(status), operation, _WAY_OUT[kind]
+                )
         if found and all(kind in _FINE for kind, _ in found):
             self._recovered(operation)
 
