@@ -11,7 +11,7 @@ from pathlib import Path
 import nox
 
 nox.options.reuse_venv = "yes"
-nox.options.sessions = ["core", "fuzz", "soak", "vllm", "sglang"]
+nox.options.sessions = ["core", "fuzz", "soak", "vllm", "sglang", "lmcache"]
 nox.options.stop_on_first_error = False
 
 # 300 s a test: a wait without an end shows where it waits instead of holding up the run.
@@ -42,6 +42,13 @@ def sglang(session: nox.Session) -> None:
     """Real SGLang on the CPU."""
     session.run("python", "scripts/setup_sglang_cpu.py", "--with", "pytest", "pytest-timeout", silent=False)
     session.run(*PYTEST, "tests/engines/sglang", *session.posargs)
+
+
+@nox.session(venv_backend="venv")
+def lmcache(session: nox.Session) -> None:
+    """Real LMCache on the CPU."""
+    session.run("python", "scripts/setup_lmcache_cpu.py", "--with", "pytest", "pytest-timeout", silent=False)
+    session.run(*PYTEST, "tests/engines/lmcache", *session.posargs, env={"PYTHONHASHSEED": "0"})
 
 
 @nox.session(venv_backend="venv")

@@ -1,10 +1,7 @@
 """KBTP for LMCache: chunks of KV cache in the stores of a KBTP cluster.
 
-Two ways in, both thin over `kbtp_core.client.Client`, which moves every byte:
-- `KbtpAdapter`, a remote storage plugin of the engine in the process (`remote_storage_plugins`);
-- `KbtpL2Adapter`, an L2 adapter of LMCache's server (`--l2-adapter '{"type": "plugin", ...}'`).
-
-A store that is down, slow or full is a miss for LMCache, never an exception.
+`KbtpAdapter` is a remote storage plugin of LMCache's engine (`remote_storage_plugins`), thin over `kbtp_core.client.Client`, which moves
+every byte. A store that is down, slow or full is a miss for LMCache, never an exception.
 """
 
 from __future__ import annotations
@@ -13,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kbtp_lmcache.connector import KbtpAdapter
-    from kbtp_lmcache.l2 import KbtpL2Adapter
 
-__all__ = ["KbtpAdapter", "KbtpL2Adapter"]
+__all__ = ["KbtpAdapter"]
 
 
 def __getattr__(name: str) -> Any:
@@ -24,8 +20,4 @@ def __getattr__(name: str) -> Any:
         from kbtp_lmcache.connector import KbtpAdapter
 
         return KbtpAdapter
-    if name == "KbtpL2Adapter":
-        from kbtp_lmcache.l2 import KbtpL2Adapter
-
-        return KbtpL2Adapter
     raise AttributeError(f"module 'kbtp_lmcache' has no attribute {name!r}")

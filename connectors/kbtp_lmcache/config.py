@@ -1,7 +1,7 @@
-"""The settings of both plugins, typed.
+"""The settings of the plugin, typed.
 
-The engine's plugin reads `remote_storage_plugin.NAME.SETTING` of LMCache's `extra_config`, or a URL `kbtp://host:port,host:port?SETTING=...`;
-the server's reads `adapter_params`. Each may also come from the environment, as KBTP_LMCACHE_ and its name in capitals; what LMCache's
+The plugin reads `remote_storage_plugin.NAME.SETTING` of LMCache's `extra_config`, or a URL `kbtp://host:port,host:port?SETTING=...`;
+Each may also come from the environment, as KBTP_LMCACHE_ and its name in capitals; what LMCache's
 configuration says wins. An unknown key or a bad value is an error that names the key and the way out.
 """
 

@@ -6,7 +6,7 @@ Rules:
    moves it, until the call is over: a future that LMCache cancels ends nothing of that. What a cancelled load brought is given back.
 3. Nothing is raised into LMCache. What can't be had is a miss, what can't be stored is not stored; `faults` counts both.
 
-Settings that are wrong stop the engine at start, with a text that says which.
+Settings that are wrong are an error in LMCache's log at start, with a text that says which; LMCache then runs without the plugin.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class KbtpAdapter(ConnectorAdapter):  # type: ignore[misc]
         return url.startswith(SCHEME) or (url.startswith("plugin://") and extract_plugin_type(url[len("plugin://") :]) == "kbtp")
 
     def create_connector(self, context: ConnectorContext) -> RemoteConnector:
-        """Raises IrrecoverableException, which stops the engine, for wrong settings."""
+        """Raises IrrecoverableException, which LMCache does not try again, for wrong settings."""
         try:
             extra = context.config.extra_config if context.config is not None else None
             settings, where = plugin_settings(context.url, context.plugin_name, extra)
@@ -204,7 +204,8 @@ class KbtpConnector(RemoteConnector):  # type: ignore[misc]
 
     async def ping(self) -> int:
         """0 while any of the stores answers: the keys of the others are misses."""
-        return int(await self._in_thread(self._guarded, "ping", int(ItemStatus.UNAVAILABLE), self._ping) or 0)
+        code = await self._in_thread(self._guarded, "ping", int(ItemStatus.UNAVAILABLE), self._ping)
+        return int(ItemStatus.UNAVAILABLE) if code is None else code
 
     def _ping(self) -> int:
         keys = [f"ping-{at}" for at in range(1 if self._member_count == 1 else 8 * self._member_count)]

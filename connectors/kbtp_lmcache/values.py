@@ -93,4 +93,4 @@ def narrowed(obj: Any, layout: Layout, length: int) -> MemoryObj:
     obj.group_prefix_sum = [0]
     for shape, dtype in zip(layout.shapes, layout.dtypes, strict=True):
         obj.group_prefix_sum.append(obj.group_prefix_sum[-1] + int(shape.numel()) * dtype.itemsize)
-    return obj  # type: ignore[no-any-return]
+    return obj
