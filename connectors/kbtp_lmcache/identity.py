@@ -65,7 +65,7 @@ def seed_warning(config: LMCacheEngineConfig) -> str | None:
     if str(config.pre_caching_hash_algorithm) != "builtin" or os.environ.get("PYTHONHASHSEED", "random") != "random":
         return None
     return (
-        "pre_caching_hash_algorithm is 'builtin' and PYTHONHASHSEED is not set: every process hashes the same tokens to other keys, so "
-        "nothing that this engine stores is found by another one, nor by itself after a restart. Start all engines with PYTHONHASHSEED=0 (or "
-        "another number, the same for all), or set pre_caching_hash_algorithm to sha256_cbor."
+        "pre_caching_hash_algorithm is 'builtin' and PYTHONHASHSEED is not set: every process may hash the same tokens to other keys. "
+        "Then nothing that this engine stores is found by another one, nor by itself after a restart. "
+        "Start all engines with PYTHONHASHSEED=0 (or another number, the same for all), or set pre_caching_hash_algorithm to sha256_cbor."
     )

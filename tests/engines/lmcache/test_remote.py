@@ -184,3 +184,26 @@ def test_compressed_octets_come_back_as_they_were(engine: MakeEngine) -> None:
     found = one.awaited(one.connector.batched_get(keys))
     assert [obj.byte_array for obj in found] == [b"first", bytes(3000)]
     assert one.held() == 0
+
+
+def test_a_seed_that_differs_between_processes_is_explained_at_start(
+    engine: MakeEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    engine(model="m/seed")
+    assert "Start all engines with PYTHONHASHSEED=0" not in caplog.text
+    monkeypatch.delenv("PYTHONHASHSEED")
+    engine(model="m/no-seed")
+    assert "Start all engines with PYTHONHASHSEED=0" in caplog.text
+
+
+def test_a_fault_is_counted_each_time_and_said_once(engine: MakeEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    served = ServedStore(tmp_path, *FLAGS, drain_s=1.0)
+    served.stop()
+    one = engine(served.address, model="m/faults", settings={"timeout_s": 0.5, "connect_timeout_s": 0.3})
+    keys = one.keys(request(12, 2 * CHUNK)[0])
+    for _ in range(3):
+        assert one.awaited(one.connector.batched_get(keys)) == [None, None]
+    assert one.connector.faults.snapshot() == {"get/unavailable": 6}
+    assert caplog.text.count("chunks of a get: the store can't be reached") == 1
+    assert one.held() == 0
