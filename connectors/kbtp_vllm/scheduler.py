@@ -104,21 +104,23 @@ class PullScheduler:
         remote = self._claims.pop(request.request_id, None)
         if remote is None:
             return
+        if external_tokens == 0:  # the request is computed at once: nothing may be loaded into its blocks, the last one's rest neither
+            self._release(request, remote)
+            return
         first_token = request.num_prompt_tokens - external_tokens
         pull, missing = self._pull(request, remote, self._kv.select_transfer_block_ids(block_ids), first_token)
-        if external_tokens == 0:
-            self._release(pull)
-            return
         self._loading.add(request.request_id)
         if missing:
-            self._release(self._pull(request, remote, [()] * len(self._block_tokens), first_token)[0])
+            self._release(request, remote)
             self._step.refused[request.request_id] = f"prefill engine {remote.remote_engine_id} has already dropped {missing} of the blocks"
         else:
             self._step.pulls.append(pull)
 
-    def _release(self, pull: Pull) -> None:
-        if pull.handles.size:
-            self._step.releases.append(pull)
+    def _release(self, request: Any, remote: RemotePrefill) -> None:
+        """Free all handles, load nothing."""
+        release, _ = self._pull(request, remote, [()] * len(self._block_tokens), 0)
+        if release.handles.size:
+            self._step.releases.append(release)
 
     def _pull(self, request: Any, remote: RemotePrefill, block_ids: Sequence[Sequence[int]], first_token: int) -> tuple[Pull, int]:
         """Pair remote handles with local blocks by position in each group; also count blocks that are needed and not offered."""
@@ -154,7 +156,7 @@ class PullScheduler:
         request_id = request.request_id
         remote = self._claims.pop(request_id, None)
         if remote is not None:  # it ended before it was scheduled: let prefill have its blocks back now
-            self._release(self._pull(request, remote, [()] * len(self._block_tokens), 0)[0])
+            self._release(request, remote)
         if request_id in self._loading:
             self._step.cancels.append(request_id)
         params = request.kv_transfer_params

@@ -24,8 +24,8 @@ def decode_scheduler() -> PullScheduler:
     return PullScheduler(SimpleNamespace(kv_transfer_config=transfer, parallel_config=parallel), kv)
 
 
-def request_with(handles: list[int], generations: list[int]) -> SimpleNamespace:
-    tokens = list(range(BLOCK_TOKENS * len(handles)))
+def request_with(handles: list[int], generations: list[int], tokens_of_last: int = BLOCK_TOKENS) -> SimpleNamespace:
+    tokens = list(range(BLOCK_TOKENS * (len(handles) - 1) + tokens_of_last))
     request = SimpleNamespace(
         request_id="r", prompt_token_ids=tokens, num_prompt_tokens=len(tokens), lora_request=None, status=None, kv_transfer_params=None
     )
@@ -75,3 +75,18 @@ def test_a_request_that_ends_before_it_is_scheduled_frees_its_handles() -> None:
     assert np.array_equal(release.handles, [18])
     assert np.array_equal(release.generations, [4])
     assert np.array_equal(release.block_indexes, [FREE_ONLY])
+
+
+def test_a_prompt_that_decode_computes_from_its_own_cache_loads_nothing_into_its_last_block() -> None:
+    scheduler, request = decode_scheduler(), request_with([17, 18], [2, 4], tokens_of_last=1)
+    scheduler.new_request(request)
+    assert scheduler.matched_tokens(request, BLOCK_TOKENS) == 0
+
+    scheduler.allocated(request, [[5, 6]], 0)
+
+    step = scheduler.take_step()
+    (release,) = step.releases
+    assert step.pulls == []
+    assert np.array_equal(release.handles, [17, 18])
+    assert np.array_equal(release.generations, [2, 4])
+    assert np.array_equal(release.block_indexes, [FREE_ONLY, FREE_ONLY])
