@@ -55,6 +55,14 @@ def pair(model: Path, logs: Path) -> Iterator[Pair]:
         prefill.stop()
 
 
+@pytest.fixture(scope="session")
+def plain(model: Path, logs: Path) -> Iterator[Engine]:
+    """Without any connector: what it answers is right."""
+    engine = Engine("plain", model, logs, role=None, core=0)
+    yield engine.ready()
+    engine.stop()
+
+
 @pytest.fixture
 def random_prompt(request: pytest.FixtureRequest) -> random.Random:
     """Draws prompts that differ from test to test and not from run to run."""

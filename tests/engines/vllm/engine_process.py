@@ -53,7 +53,22 @@ class EngineProcess:
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
     def free_handles(self) -> int:
-        return int(self.scheduler.connector._pull._ledger.free_count)
+        ledger = self.scheduler.connector._pull._ledger
+        return int(ledger.free_count) if ledger is not None else 0
+
+    def leftovers(self) -> dict[str, int]:
+        """What the connector still keeps of requests, by name; nothing once all are over."""
+        connector = self.scheduler.connector
+        kept = {
+            f"{half.__class__.__name__}{name}": len(getattr(half, name))
+            for half, names in (
+                (connector._pull, ("_claims", "_loading", "_offered")),
+                (connector._store, ("_known", "_hits", "_held", "_loads", "_saves")),
+            )
+            if half is not None
+            for name in names
+        }
+        return {name: count for name, count in kept.items() if count}
 
     def live_requests(self) -> int:
         return len(self.scheduler.requests)
@@ -93,6 +108,7 @@ COMMANDS = (
     "abort",
     "free_blocks",
     "free_handles",
+    "leftovers",
     "live_requests",
     "totals",
     "zero_blocks",

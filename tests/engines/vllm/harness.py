@@ -58,6 +58,7 @@ class Engine:
         self._directory = tempfile.TemporaryDirectory(prefix="kbtp-")  # short: a socket's path has 108 octets
         self._listener = Listener(f"{self._directory.name}/s", family="AF_UNIX")
         self._finished: dict[str, Finished] = {}
+        self._posted = 0
         self._arguments = {
             "model": str(model),
             "enforce_eager": True,
@@ -118,6 +119,11 @@ class Engine:
         return None
 
     def _note(self, message: Any) -> None:
+        """A request's end, or the answer to a posted command."""
+        if message[0] == "answer":
+            assert self._posted, f"engine {self.name} answers what it was not asked: {message[1]!r}"
+            self._posted -= 1
+            return
         _, request_id, tokens, reason, params = message
         self._finished[request_id] = Finished(tokens, reason, params)
 
@@ -130,11 +136,23 @@ class Engine:
         answers: list[Any] = []
         while len(answers) < len(commands):
             message = self._receive(30.0)
-            if message[0] == "answer":
+            if message[0] == "answer" and not self._posted:
                 answers.append(message[1])
             else:
                 self._note(message)
         return answers
+
+    def post(self, command: str, *values: Any) -> None:
+        """Ask without waiting for the answer, which is dropped."""
+        self._connection.send([(command, *values)])
+        self._posted += 1
+
+    def take_finished(self) -> dict[str, Finished]:
+        """Requests that ended and that nobody has waited for, as far as the engine has told already."""
+        while self._connection.poll(0):
+            self._note(self._receive(0))
+        finished, self._finished = self._finished, {}
+        return finished
 
     def wait(self, request_id: str, timeout_s: float = 60.0) -> Finished:
         deadline = time.monotonic() + timeout_s

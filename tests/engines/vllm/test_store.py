@@ -37,13 +37,6 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedStore]:
 
 
 @pytest.fixture(scope="module")
-def plain(model: Path, logs: Path) -> Iterator[Engine]:
-    engine = Engine("plain", model, logs, role=None, core=0)
-    yield engine.ready()
-    engine.stop()
-
-
-@pytest.fixture(scope="module")
 def engine(model: Path, logs: Path, store: ServedStore) -> Iterator[Engine]:
     engine = Engine("stored", model, logs, role="kv_both", core=1, extra=settings(store), kv_cache_memory_bytes=KV_BYTES)
     yield engine.ready()
