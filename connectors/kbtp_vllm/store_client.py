@@ -15,7 +15,7 @@ from kbtp_core.store.places import Places
 logger = init_logger("vllm.kbtp.store")
 
 QUOTA_BYTES = 256 << 20  # of values on their way to a store
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 2.0  # the longest: how late a store is used again that was slow for long
 
 
 def options(block_bytes: int, name: str, *, secret: bytes | None, trust_domain: str, stripes: int) -> LinkOptions:

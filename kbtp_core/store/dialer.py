@@ -3,7 +3,8 @@
 Rules:
 1. An attempt runs in a thread of its own. A caller waits for it until the caller's deadline and no longer, so whoever has little time costs
    the others nothing, and a session that comes too late for one caller is there for the next.
-2. An attempt that has failed is remembered for a while, which doubles up to five seconds: calls fail at once meanwhile.
+2. An attempt that has failed is remembered for a while, which doubles up to two seconds: calls fail at once meanwhile, and a store
+   that is back is used within a few seconds, however long it was away.
 3. What is known through a session belongs to it (`T`, made by `connect`), and goes when it goes: handles and generations of one mean
    nothing in the next.
 """
@@ -24,7 +25,7 @@ from kbtp_core.store.link_errors import Refused, TenantRefused, Unavailable
 _log = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S: Final = 0.1
-_LONGEST_PAUSE_S: Final = 5.0
+_LONGEST_PAUSE_S: Final = 2.0
 _END_S: Final = 0.1  # for a session that nobody uses any more
 
 

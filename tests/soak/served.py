@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 import socket
@@ -32,7 +33,7 @@ class ServedStore:
         self.log = folder / "serve.log"
         self.program = program
         self.flags = [*flags, "--drain-s", str(drain_s)]
-        self._listen = [f"127.0.0.1:{port}" for port in _free_ports(2)]
+        self._listen = [f"127.0.0.1:{port}" for port in free_ports(2)]
         self.start()
 
     def start(self, *flags: str, program: tuple[str, ...] | None = None) -> None:
@@ -95,9 +96,16 @@ def total(metrics: dict[str, float], name: str) -> float:
     return sum(value for key, value in metrics.items() if re.fullmatch(name + "(/.*)?", key))
 
 
-def _free_ports(count: int) -> list[int]:
-    found = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in found]
-    for one in found:
-        one.close()
-    return ports
+def free_ports(count: int) -> list[int]:
+    """Ports to keep over restarts: below those that the system gives to whoever asks for any."""
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    found: list[int] = []
+    for port in random.SystemRandom().sample(range(10_000, lowest), 1000):
+        try:
+            socket.create_server(("127.0.0.1", port)).close()
+        except OSError:  # somebody has it
+            continue
+        found.append(port)
+        if len(found) == count:
+            return found
+    raise AssertionError(f"fewer than {count} ports between 10000 and {lowest} are free")
