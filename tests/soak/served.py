@@ -100,7 +100,7 @@ def free_ports(count: int) -> list[int]:
     """Ports to keep over restarts: below those that the system gives to whoever asks for any."""
     lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     found: list[int] = []
-    for port in random.SystemRandom().sample(range(10_000, lowest), 1000):
+    for port in random.SystemRandom().sample(range(10_000, max(lowest, 11_000)), 1000):
         try:
             socket.create_server(("127.0.0.1", port)).close()
         except OSError:  # somebody has it
