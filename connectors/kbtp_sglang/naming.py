@@ -58,13 +58,13 @@ class Naming:
             layer_count=0,
         )
 
-    def is_replicated(self, pool: str) -> bool:
+    def is_replicated(self, pages: PoolPages) -> bool:
         """Whether every tensor-parallel rank holds the same bytes of the pool."""
-        return bool(self._engine.is_mla_model) and pool not in _SHARDED
+        return bool(self._engine.is_mla_model) and pages.name not in _SHARDED and not pages.is_split_by_heads
 
-    def is_written_here(self, pool: str) -> bool:
+    def is_written_here(self, pages: PoolPages) -> bool:
         """Of ranks that hold the same bytes, one writes them."""
-        return not self.is_replicated(pool) or bool(self._engine.is_storage_writer)
+        return not self.is_replicated(pages) or bool(self._engine.is_storage_writer)
 
     def keys(self, pages: PoolPages, hashes: Sequence[str]) -> list[bytes]:
         """The keys of each page's values, one page after the other. Raises ValueError for a hash that can't be a part of a key."""
@@ -77,7 +77,7 @@ class Naming:
     def _frame(self, pages: PoolPages, part: int, parts: int, is_flat: bool) -> tuple[bytes, bytes]:
         """What stands before and after the hash in the key of a page's part."""
         engine = self._engine
-        tp = Ranks(1, REPLICATED) if self.is_replicated(pages.name) else Ranks(engine.tp_size * parts, engine.tp_rank * parts + part)
+        tp = Ranks(1, REPLICATED) if self.is_replicated(pages) else Ranks(engine.tp_size * parts, engine.tp_rank * parts + part)
         mark = "\x00"
         key = ObjectKey(
             pool=f"{pages.name}:{pages.fingerprint:016x}",

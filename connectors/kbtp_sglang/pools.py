@@ -61,6 +61,8 @@ class PoolPages:
         self.name: Final = name
         self.pool: Final = pool
         self.page_size: Final = int(getattr(pool, "logical_page_size", 0) or getattr(pool, "page_size", 1) or 1)
+        self.is_split_by_heads: Final = any(kind.__name__ == "MHATokenToKVPoolHost" for kind in type(pool).__mro__)
+        """Tensor-parallel ranks hold different heads, whatever the pools beside it."""
         self.is_logical: Final = hasattr(pool, "kv_buffer") and pool.kv_buffer is None
         """The pool has no memory: its pages are always there."""
         self.parts: Final = parts if self._splits(parts) else 1

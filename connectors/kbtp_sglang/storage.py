@@ -30,7 +30,8 @@ from kbtp_sglang.config import WHERE, read_config
 from kbtp_sglang.naming import Naming
 from kbtp_sglang.pools import PoolPages
 from kbtp_sglang.stats import Stats
-from kbtp_sglang.traffic import Traffic, buffers_of
+from kbtp_sglang.stores import Stores
+from kbtp_sglang.traffic import buffers_of
 
 _log = logging.getLogger(__name__)
 _KV: Final = "kv"
@@ -48,7 +49,7 @@ class KBTPHiCache(HiCacheStorage):  # type: ignore[misc]
         self._naming = Naming(self.config, engine)
         self._pools: dict[str, PoolPages] = {}
         self._lock = threading.Lock()  # guards what follows
-        self._traffic: Traffic | None = None
+        self._stores: Stores | None = None
         self._is_closed = False
         self._stats = Stats()
 
@@ -66,24 +67,23 @@ class KBTPHiCache(HiCacheStorage):  # type: ignore[misc]
 
     def on_host_pools_registered(self) -> None:
         """All pools are known that there are at start."""
-        self._carrier()
+        self._known_stores()
 
     def _add(self, name: str, pool: Any) -> None:
         known = self._pools.get(name)
         if known is None or known.pool is not pool:
             self._pools[name] = PoolPages(name, pool, self._parts)
 
-    def _carrier(self) -> Traffic:
-        """Made when it is first needed, for the largest page of the pools known then. Raises KbtpError."""
+    def _known_stores(self) -> Stores:
+        """Made when it is first needed. Raises KbtpError."""
         with self._lock:
             if self._is_closed:
                 raise KbtpError("the backend is closed")
-            if self._traffic is None:
+            if self._stores is None:
                 if _KV not in self._pools:
                     raise ConfigError(f"{WHERE}: SGLang registered no host pool before it used the backend.")
-                largest = max(pages.value_bytes for pages in self._pools.values())
-                self._traffic = Traffic(self.config, self._naming.namespace(self._pools[_KV].page_size), largest)
-            return self._traffic
+                self._stores = Stores(self.config, self._naming.namespace(self._pools[_KV].page_size))
+            return self._stores
 
     # KV, zero copy -----------------------------------------------------------------------------------------------------
 
@@ -162,7 +162,7 @@ class KBTPHiCache(HiCacheStorage):  # type: ignore[misc]
         tensors = list(values if values is not None else target_locations or [])
         if len(tensors) != len(keys):
             return False
-        return not self._naming.is_written_here(_KV) or bool(self._flat(keys, tensors, is_get=False).all())
+        return not self._naming.is_written_here(self._pools[_KV]) or bool(self._flat(keys, tensors, is_get=False).all())
 
     def _flat(self, keys: Sequence[str], tensors: list[Any], *, is_get: bool) -> NDArray[np.bool_]:
         pages = self._pools[_KV]
@@ -187,7 +187,7 @@ class KBTPHiCache(HiCacheStorage):  # type: ignore[misc]
         def look() -> NDArray[np.bool_]:
             names = self._naming.flat_keys(pages, keys) if is_flat else self._naming.keys(pages, keys)
             value_bytes = pages.page_bytes if is_flat else pages.value_bytes
-            return np.asarray((self._carrier().lengths(names) == value_bytes).reshape(len(keys), -1).all(axis=1))
+            return np.asarray((self._known_stores().of(value_bytes).lengths(names) == value_bytes).reshape(len(keys), -1).all(axis=1))
 
         return self._guarded("exists", len(keys), look)
 
@@ -195,7 +195,7 @@ class KBTPHiCache(HiCacheStorage):  # type: ignore[misc]
         return self._pages(pages, keys, host_indices, is_get=True)
 
     def _set(self, pages: PoolPages | None, keys: Sequence[str], host_indices: Any) -> list[bool]:
-        if pages is not None and not self._naming.is_written_here(pages.name):
+        if pages is not None and not self._naming.is_written_here(pages):
             return [True] * len(keys)  # by another rank
         return self._pages(pages, keys, host_indices, is_get=False)
 
@@ -211,8 +211,7 @@ class KBTPHiCache(HiCacheStorage):  # type: ignore[misc]
         names = self._naming.keys(pages, keys)
         if pages.is_flat:
             return self._copied(pages, names, host_indices, is_get=is_get)
-        ok = self._move(names, pages.places(host_indices, len(keys)), is_get=is_get)
-        return np.asarray(ok.reshape(len(keys), -1).all(axis=1))
+        return self._move(names, pages.places(host_indices, len(keys)), is_get=is_get, page_count=len(keys))
 
     def _copied(self, pages: PoolPages, names: list[bytes], host_indices: Any, *, is_get: bool) -> NDArray[np.bool_]:
         """Pages that have no pieces, by way of SGLang's flat page."""
@@ -224,15 +223,18 @@ class KBTPHiCache(HiCacheStorage):  # type: ignore[misc]
                 pool.set_from_flat_data_page(starts[at], tensors[at])
         return ok
 
-    def _move(self, names: list[bytes], where: places.Places, *, is_get: bool) -> NDArray[np.bool_]:
-        carrier, begun = self._carrier(), time.monotonic()
+    def _move(self, names: list[bytes], where: places.Places, *, is_get: bool, page_count: int = 0) -> NDArray[np.bool_]:
+        """Which pages were moved whole; each has as many values as another. Without `page_count` each has one."""
+        carrier, begun = self._known_stores().of(int(where.totals.max())), time.monotonic()
         ok = carrier.get(names, where) if is_get else carrier.put(names, where)
-        self._stats.add(is_get=is_get, page_count=int(ok.sum()), octets=int(where.totals[ok].sum()), seconds=time.monotonic() - begun)
-        return ok
+        seconds, octets = time.monotonic() - begun, int(where.totals[ok].sum())
+        pages = np.asarray(ok.reshape(page_count or len(names), -1).all(axis=1))
+        self._stats.add(is_get=is_get, page_count=int(pages.sum()), octets=octets, seconds=seconds)
+        return pages
 
     def _guarded(self, operation: str, count: int, work: Callable[[], NDArray[np.bool_]]) -> NDArray[np.bool_]:
         """What `work` finds; nothing where it can't be done."""
-        if not count or (self._traffic is not None and self._traffic.is_dead):
+        if not count or (self._stores is not None and self._stores.breaker.is_open):
             return np.zeros(count, np.bool_)
         try:
             return work()
@@ -246,7 +248,8 @@ class KBTPHiCache(HiCacheStorage):  # type: ignore[misc]
     def clear(self) -> bool:
         """Forget all pages of this model's, of every rank; whether the store did."""
         try:
-            _log.info("%d pages were removed from the store", self._carrier().remove_all())
+            sizes = [size for pages in self._pools.values() for size in (pages.value_bytes, pages.page_bytes) if size]
+            _log.info("%d pages were removed from the store", self._known_stores().remove_all(sizes))
         except KbtpError as error:
             _log.warning("the store could not be cleared: %s", error)
             return False
@@ -258,14 +261,14 @@ class KBTPHiCache(HiCacheStorage):  # type: ignore[misc]
 
     def counts(self) -> dict[str, int]:
         """Values by "operation/what became of them", since the start."""
-        traffic = self._traffic
-        return {**(traffic.counts() if traffic is not None else {}), **self._stats.failures()}
+        stores = self._stores
+        return {**(stores.counts() if stores is not None else {}), **self._stats.failures()}
 
     def close(self) -> None:
         """End the connections. Idempotent."""
         with self._lock:
             self._is_closed = True
-            traffic, self._traffic = self._traffic, None
-        if traffic is not None:
-            _log.info("closed: %s", traffic.counts())
-            traffic.close()
+            stores, self._stores = self._stores, None
+        if stores is not None:
+            _log.info("closed: %s", stores.counts())
+            stores.close()

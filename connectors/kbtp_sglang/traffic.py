@@ -39,9 +39,9 @@ _LOG_EVERY_S: Final = 10.0
 class Traffic:
     """Any thread. `value_bytes` is the largest value. Connects when it is first needed. Raises ConfigError."""
 
-    def __init__(self, config: HiCacheConfig, namespace: Namespace, value_bytes: int) -> None:
+    def __init__(self, config: HiCacheConfig, namespace: Namespace, value_bytes: int, breaker: Breaker) -> None:
         options = LinkOptions(
-            block_bytes=config.block_bytes or value_bytes,
+            block_bytes=value_bytes,
             secret=config.secret_bytes(),
             trust_domain=config.trust_domain,
             client_name="sglang",
@@ -49,21 +49,15 @@ class Traffic:
         )
         self._config = config
         self._client = Client(config.members, namespace, timeout_s=config.timeout_s, ttl_s=config.ttl_s, options=options)
-        self._namespace = self._client.namespace
-        self.breaker: Final = Breaker(f"the store at {config.stores}", self._answers, config.probe_s)
+        self._breaker = breaker
         self._lock = threading.Lock()  # guards the counts
         self._counts: Counter[str] = Counter()
         self._logged_at = -_LOG_EVERY_S
 
-    @property
-    def is_dead(self) -> bool:
-        """Whether asking is in vain for now."""
-        return self.breaker.is_open
-
     def lengths(self, keys: list[bytes]) -> NDArray[np.int64]:
         """Octets of each value, 0 for none; those that there are count as used."""
         nothing: NDArray[np.int64] = np.zeros(len(keys), np.int64)
-        if not keys or self.breaker.is_open:
+        if not keys or self._breaker.is_open:
             return nothing
         begun = time.monotonic()
         try:
@@ -73,7 +67,7 @@ class Traffic:
             return nothing
         if not found.any() and time.monotonic() - begun >= 0.9 * self._config.timeout_s:
             self._count("exists", "timed_out", len(keys))
-            self.breaker.trip(f"no answer in {self._config.timeout_s:g} s")
+            self._breaker.trip(f"no answer in {self._config.timeout_s:g} s")
         return found
 
     def get(self, keys: list[bytes], where: Places) -> NDArray[np.bool_]:
@@ -107,13 +101,17 @@ class Traffic:
         """Forget the namespace's values; how many there were. Raises KbtpError if a store can't be asked."""
         return self._client.remove_all(timeout_s=self._config.batch_timeout_s)
 
-    def counts(self) -> dict[str, int]:
+    def counts(self) -> Counter[str]:
         """Values by "operation/what became of them"."""
         with self._lock:
-            return {**self._counts, "breaker/trips": self.breaker.trip_count}
+            return Counter(self._counts)
+
+    def answers(self) -> bool:
+        """Whether a store says anything at all."""
+        status, _ = self._client.get(_PROBE, [np.empty(1, np.uint8)], timeout_s=self._config.timeout_s)
+        return int(status[0]) not in _NO_ANSWER
 
     def close(self) -> None:
-        self.breaker.close()
         self._client.close()
 
     def _in_rounds(
@@ -123,7 +121,7 @@ class Traffic:
         deadline = time.monotonic() + self._config.batch_timeout_s
         for at in _rounds(totals, self._config.round_mib << 20):
             left_s = deadline - time.monotonic()
-            if self.breaker.is_open or left_s <= 0:
+            if self._breaker.is_open or left_s <= 0:
                 break
             try:
                 status[at] = work(at, min(left_s, self._config.timeout_s))
@@ -131,16 +129,12 @@ class Traffic:
                 self._failed(operation, error)
                 break
             if np.isin(status[at], _NO_ANSWER).all():
-                self.breaker.trip("it can't be reached" if status[at][0] == ItemStatus.UNAVAILABLE else "nothing came back in time")
+                self._breaker.trip("it can't be reached" if status[at][0] == ItemStatus.UNAVAILABLE else "nothing came back in time")
         for value, count in zip(*np.unique(status, return_counts=True), strict=True):
             self._count(operation, ItemStatus(int(value)).name.lower(), int(count))
         if operation == "put" and np.isin(status, (ItemStatus.TOO_LARGE, ItemStatus.REFUSED)).any():
             self._say(f"the store refuses pages of {int(totals.max())} octets: see its log; its blocks may be smaller than that")
         return np.isin(status, good)
-
-    def _answers(self) -> bool:
-        status, _ = self._client.get(_PROBE, [np.empty(1, np.uint8)], timeout_s=self._config.timeout_s)
-        return int(status[0]) not in _NO_ANSWER
 
     def _failed(self, operation: str, error: Exception) -> None:
         self._count(operation, "failed", 1)

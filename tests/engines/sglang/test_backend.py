@@ -112,6 +112,17 @@ def test_of_ranks_that_hold_the_same_bytes_one_writes_and_all_read(attach: Attac
     assert torch.equal(octets(pools[1], 3), octets(pools[0], 0))
 
 
+def test_a_pool_beside_that_is_split_by_heads_is_each_ranks_own_where_kv_is_not(attach: Attach) -> None:
+    pools = [host("page_first", "mla", seed=17), host("page_first", "mla")]
+    ranks = [attach(pool, tp_rank=rank, tp_size=2, is_mla_model=True) for rank, pool in enumerate(pools)]
+    for rank, backend in enumerate(ranks):
+        backend.register_mem_host_pool_v2(host("page_first", seed=20 + rank), PoolName.DRAFT)
+    draft = [PoolTransfer(name=PoolName.DRAFT, keys=names(1), host_indices=indices(0))]
+    ranks[0].batch_set_v2(draft)
+    assert ranks[1].batch_get_v2(draft) == {PoolName.DRAFT: [False]}
+    assert ranks[1].batch_set_v2(draft) == ranks[1].batch_get_v2(draft) == {PoolName.DRAFT: [True]}
+
+
 @pytest.mark.parametrize(
     "changed",
     [
@@ -160,6 +171,7 @@ def test_a_page_of_which_a_part_is_missing_is_missing(attach: Attach) -> None:
     reader = attach(host("page_head", heads=4), tp_lcm_size=2, should_split_heads=True)
     assert reader.batch_exists(names(1)) == 0
     assert reader.batch_get_v1(names(1), indices(0)) == [False]
+    assert reader.get_stats().prefetch_pgs == [0]
 
 
 def with_sidecar(attach: Attach, there: dict[str, list[int]], name: PoolName) -> KBTPHiCache:
@@ -207,6 +219,17 @@ def test_each_pool_has_values_of_its_own(attach: Attach) -> None:
     transfers = [PoolTransfer(name=PoolName.SWA, keys=names(2), host_indices=indices(4, 5))]
     assert backend.batch_get_v2(transfers) == {PoolName.SWA: [True, False]}
     assert torch.equal(octets(target, 4), octets(host("page_first", heads=2, seed=12), 0))
+
+
+def test_a_pool_that_comes_later_may_have_larger_pages(attach: Attach) -> None:
+    source = host("page_first", heads=1, seed=18)
+    backend = attach(source)
+    assert backend.batch_set_v1(names(1), indices(0)) == [True]
+    backend.register_mem_host_pool_v2(host("page_first", heads=4, seed=19), PoolName.SWA)
+    transfers = [PoolTransfer(name=PoolName.SWA, keys=names(1), host_indices=indices(0))]
+    assert backend.batch_set_v2(transfers) == backend.batch_get_v2(transfers) == {PoolName.SWA: [True]}
+    assert backend.batch_get_v1(names(1), indices(1)) == [True]
+    assert torch.equal(octets(source, 1), octets(source, 0))
 
 
 def test_a_pool_that_was_not_registered_is_a_miss(attach: Attach) -> None:
