@@ -39,7 +39,9 @@ class HiCacheConfig(Settings):
     round_mib: int = Field(32, ge=1, description="MiB that are on their way at once in a batch; the store has timeout_s for them.")
     probe_s: float = Field(1.0, gt=0, description="Seconds between looks whether a dead store is back.")
     ttl_s: int = Field(0, ge=0, description="Seconds that pages live. 0: until they are evicted.")
-    block_bytes: int = Field(0, ge=0, description="Least size of the store's blocks that are asked for. 0: each pool's pages as they are.")
+    block_bytes: int = Field(
+        16 << 10, ge=64, description="Least size of the store's blocks that are asked for; larger pages ask for blocks of their size."
+    )
     stripes: int = Field(1, ge=1, le=64, description="Connections to each store: more where one is slower than the network.")
     secret: str | None = Field(None, min_length=1, repr=False, description="Shared secret of the trust domain.")
     secret_file: Path | None = Field(None, description="A file that holds the secret (white space at both ends is dropped).")

@@ -1,7 +1,7 @@
 """The stores, as one client for each size of value.
 
-A session has blocks of one size, and sees the values in blocks of that size. So the size is the page's own: it does not depend on
-which other pools an engine has, no memory is wasted on a pool of small pages, and engines of one model find each other's.
+A session has blocks of one size, and sees the values in blocks of that size. So the size is the page's own, or `block_bytes` for pages
+that are smaller: it does not depend on which other pools an engine has, and engines of one model find each other's.
 """
 
 from __future__ import annotations
