@@ -155,7 +155,9 @@ def main() -> None:
         print(f"{cell.name}: {results[cell]}", flush=True)
     store.stop()
     if sys.argv[1:]:
-        Path(sys.argv[1]).write_text(table(results) + "\n")
+        page = Path(sys.argv[1])
+        head = page.read_text().partition("| model |")[0] if page.exists() else ""
+        page.write_text(head + table(results) + "\n")
     sys.exit(any(result.startswith("WRONG") for result in results.values()))
 
 
