@@ -16,6 +16,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -97,6 +98,21 @@ class Settings(BaseSettings):
         field = cls.model_fields.get(str(problem["loc"][0]))
         value = repr(problem["input"]) if field is None or field.repr else "(not shown)"
         return f"{where}: {name} is {value}: {problem['msg']}."
+
+
+def secret_of(secret: str | None, secret_file: Path | None, where: str) -> bytes | None:
+    """A secret that a setting gives, or that is in the file which another one names. Raises ConfigError."""
+    if secret is not None:
+        return secret.encode()
+    if secret_file is None:
+        return None
+    try:
+        found = secret_file.read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"{where}: secret_file {secret_file} cannot be read: {error.strerror}.") from error
+    if not found:
+        raise ConfigError(f"{where}: secret_file {secret_file} is empty; write the secret into it.")
+    return found
 
 
 def check_known(found: Iterable[str], known: Iterable[str], where: str) -> None:

@@ -16,7 +16,7 @@ from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from kbtp_core.client import Client
-from kbtp_core.config import Settings
+from kbtp_core.config import Settings, secret_of
 from kbtp_core.errors import ConfigError
 from kbtp_core.store.identity import Namespace
 from kbtp_core.store.link import LinkOptions
@@ -65,17 +65,7 @@ class LmcacheConfig(Settings):
             raise ConfigError(f"{where}: {error}") from None
 
     def _secret_bytes(self, where: str) -> bytes | None:
-        if self.secret is not None:
-            return self.secret.encode()
-        if self.secret_file is None:
-            return None
-        try:
-            secret = self.secret_file.read_bytes().strip()
-        except OSError as error:
-            raise ConfigError(f"{where}: secret_file {self.secret_file} cannot be read: {error.strerror}.") from error
-        if not secret:
-            raise ConfigError(f"{where}: secret_file {self.secret_file} is empty; write the secret into it.")
-        return secret
+        return secret_of(self.secret, self.secret_file, where)
 
 
 def plugin_settings(url: str, plugin_name: str | None, extra: Mapping[str, Any] | None) -> tuple[LmcacheConfig, str]:

@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, Field
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from kbtp_core.client import Client
-from kbtp_core.config import Settings
+from kbtp_core.config import Settings, secret_of
 from kbtp_core.errors import ConfigError
 from kbtp_core.store.settings import parse_address
 from kbtp_vllm.store_client import options
@@ -87,17 +87,7 @@ class ConnectorConfig(Settings):
 
     def secret_bytes(self) -> bytes | None:
         """The secret, read from its file if need be. Raises ConfigError."""
-        if self.secret is not None:
-            return self.secret.encode()
-        if self.secret_file is None:
-            return None
-        try:
-            secret = self.secret_file.read_bytes().strip()
-        except OSError as error:
-            raise ConfigError(f"{WHERE}: secret_file {self.secret_file} cannot be read: {error.strerror}.") from error
-        if not secret:
-            raise ConfigError(f"{WHERE}: secret_file {self.secret_file} is empty; write the secret into it.")
-        return secret
+        return secret_of(self.secret, self.secret_file, WHERE)
 
 
 def read_config(extra: Mapping[str, Any]) -> ConnectorConfig:

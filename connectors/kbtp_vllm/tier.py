@@ -33,8 +33,7 @@ from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from kbtp_core.client import Client, ItemStatus
-from kbtp_core.config import Settings
-from kbtp_core.errors import ConfigError
+from kbtp_core.config import Settings, secret_of
 from kbtp_core.store import places
 from kbtp_core.store.identity import REPLICATED, Namespace, PoolKind, Ranks, layout_fingerprint, object_ids
 from kbtp_vllm import weights
@@ -64,10 +63,7 @@ class TierConfig(Settings):
     locality: str | None = Field(None, description="vLLM's own: where the tier is.")
 
     def secret(self) -> bytes | None:
-        try:
-            return None if self.secret_file is None else self.secret_file.read_bytes().strip()
-        except OSError as error:
-            raise ConfigError(f"{WHERE}: secret_file {self.secret_file} cannot be read: {error.strerror}.") from error
+        return secret_of(None, self.secret_file, WHERE)
 
 
 class _Lookups(AsyncLookupManager):  # type: ignore[misc]
