@@ -1,8 +1,12 @@
-"""Chaos: prefill, decode or the store is killed, stopped and restarted during traffic. No wrong answer, no hang, and soon all as before."""
+"""Chaos: prefill, decode or the store is killed, stopped and restarted during traffic. No wrong answer, no hang, and soon all as before.
+
+KBTP_CHAOS=all in the environment runs all 20 events (some three minutes on two free cores), else one or two of each kind come.
+"""
 
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import signal
 import time
@@ -40,6 +44,18 @@ EVENTS = [
     *(Event("prefill", False, down_s) for down_s in (0.2, 1.0, 3.0)),
     *(Event("decode", False, down_s) for down_s in (0.2, 2.0)),
     Event("prefill", True, 0.0),
+    Event("prefill", True, 1.0),
+    Event("decode", True, 0.0),
+]
+
+
+SOME = [
+    Event("store", True, 0.5),
+    Event("store", True, 2.0),
+    Event("store", False, 1.0),
+    Event("store", False, 4.0),
+    Event("prefill", False, 1.0),
+    Event("decode", False, 2.0),
     Event("prefill", True, 1.0),
     Event("decode", True, 0.0),
 ]
@@ -137,13 +153,14 @@ def come_back(scene: Scene, traffic: Traffic, event: Event, in_background: Threa
 
 
 @pytest.mark.timeout(600)
-def test_20_kills_and_stops_of_prefill_decode_and_store_cost_no_answer_and_no_more_than_5_s(
+def test_kills_and_stops_of_prefill_decode_and_store_cost_no_answer_and_no_more_than_5_s(
     plain: Engine, scene: Scene, random_prompt: random.Random
 ) -> None:
     prompts = [prompt_of(random_prompt, PROMPT_TOKENS) for _ in range(PROMPTS)]
     expected = {tuple(prompt): plain.alone(prompt, ANSWER) for prompt in prompts}
     free = {name: engine.settle() for name, engine in scene.engines.items()}
-    events = random_prompt.sample(EVENTS, len(EVENTS))
+    events = EVENTS if os.environ.get("KBTP_CHAOS") == "all" else SOME
+    events = random_prompt.sample(events, len(events))
     traffic = Traffic(scene.engines["prefill"], scene.engines["decode"], endless(prompts), concurrency=6)
     slow = []
     with ThreadPoolExecutor(1) as in_background:
