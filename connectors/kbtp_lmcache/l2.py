@@ -148,11 +148,10 @@ class KBTPL2AdapterConfig(L2AdapterConfigBase):  # type: ignore[misc]
 class KBTPL2Adapter(NativeConnectorL2Adapter):  # type: ignore[misc]
     """See the module. The whole L1 arena is host memory that the client reads and writes in place."""
 
-    def __init__(self, config: KBTPL2AdapterConfig, l1_memory_desc: Any = None) -> None:
+    def __init__(self, config: KBTPL2AdapterConfig, l1_memory_desc: Any = None) -> None:  # noqa: ARG002 - LMCache gives it
         settings = config.settings
         self.faults = Faults("kbtp l2")
         client = settings.client(namespace_of(settings.tenant, settings.revision), WHERE)
-        self.l1_memory = l1_memory_desc
         super().__init__(StoreCalls(client, settings.calls_at_once, self.faults), type_name="kbtp")
 
     def report_status(self) -> dict[str, Any]:

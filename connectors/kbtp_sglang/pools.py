@@ -113,7 +113,7 @@ class PoolPages:
         return self._ask(torch.arange(number * self.page_size, (number + 1) * self.page_size), 1)
 
     def _pieces_of_first(self) -> tuple[NDArray[np.uint64], NDArray[np.uint32]] | None:
-        """None: SGLang has none to give."""
+        """None: SGLang has none to give, which its pools say in each of these ways; such a page goes through SGLang's flat one."""
         try:
             addresses, lengths = self._page(0)
         except (AttributeError, NotImplementedError, ValueError, AssertionError):

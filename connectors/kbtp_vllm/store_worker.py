@@ -54,7 +54,6 @@ class Loaded:
 
     load: Load
     failed: NDArray[np.bool_]
-    seconds: float
 
 
 class _Memory:
@@ -210,9 +209,8 @@ class StoreWorker:
                     self._load(memory, asked, failed)
                 except Exception:
                     logger.exception("Request %s is computed: loading it from the store failed.", asked.load.request_id)
-                seconds = time.monotonic() - asked.at
-                self._count_load(failed, seconds, memory.block_bytes)
-                self._loaded.put(Loaded(asked.load, failed, seconds))
+                self._count_load(failed, time.monotonic() - asked.at, memory.block_bytes)
+                self._loaded.put(Loaded(asked.load, failed))
                 with self._lock:
                     self._loads_left -= 1
                     if not self._loads_left:
